@@ -1,0 +1,175 @@
+"""What a local implementation has to do.
+
+One rank holds some rows of hidden states E and some rows of the classifier C. Everything in ``kernels`` works on that
+pair alone and never communicates; ``cce_tp.collectives`` combines the ranks' results.
+
+Notation, used by every file of the package:
+
+====== ============ =====================================================================================
+symbol shape        meaning
+====== ============ =====================================================================================
+E      [N, D]       hidden states, one row a token
+C      [V, D]       this rank's classifier rows *that enter the softmax* (padding rows only if they count)
+b      [V]          their bias
+y      [N]          row of C that is the token's target, or -1 where this rank does not hold it
+z      [N, V]       final logits, ``softcap(scale * (E C^T + b))``; never written as a whole
+m, s   [N]          ``max_v z`` and ``sum_v exp(z - m)`` over this rank's rows
+M, S   [N]          the same over the whole vocabulary; LSE = M + log S
+c      [V]          class weights of the label-smoothing term; 0 for padding rows
+G      [N, V]       gradient of the loss in z
+====== ============ =====================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class LocalProblem:
+    """One rank's share of the loss.
+
+    The tensors may have any strides. Implementations never write into them.
+
+    Attributes:
+        input: E, ``[N, D]``, bf16, fp16 or fp32.
+        weight: C, ``[V, D]``, of the same dtype and device; ``V`` may be 0.
+        target: y, ``[N]`` int64, in ``[0, V)`` or -1.
+        bias: b, ``[V]``, any floating dtype, or None.
+        smoothing_weight: c, ``[V]`` fp32; None without label smoothing.
+        logit_scale: factor on ``E C^T + b``.
+        softcap: ``z <- softcap * tanh(z / softcap)`` after the scale; None for none.
+        workspace: bytes that a call may allocate beyond its results; None for the implementation's default.
+    """
+
+    input: Tensor
+    weight: Tensor
+    target: Tensor
+    bias: Tensor | None = None
+    smoothing_weight: Tensor | None = None
+    logit_scale: float = 1.0
+    softcap: float | None = None
+    workspace: int | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return self.input.shape[0]
+
+    @property
+    def hidden_size(self) -> int:
+        return self.input.shape[1]
+
+    @property
+    def num_rows(self) -> int:
+        """V: classifier rows on this rank."""
+        return self.weight.shape[0]
+
+
+@dataclass(frozen=True)
+class Partials:
+    """What a rank knows about every token after reading its shard: fp32 ``[N]`` each, unless said otherwise.
+
+    Attributes:
+        max: m; ``-inf`` for an empty shard.
+        sum_exp: s; 0 for an empty shard, NaN where a logit is NaN.
+        target_logit: ``z[n, y_n]`` from the very accumulators that ``max`` was taken from, so that a confident token
+            loses nothing in ``z_y - M``; 0 where ``y_n == -1``.
+        smoothing: ``sum_v c_v (z_v - m)``, or None without label smoothing; 0 for an empty shard.
+        entropy: ``sum_v exp(z_v - m) (z_v - m)``, or None unless statistics were asked for; 0 for an empty shard.
+        argmax: int64, the row of C with the largest logit, the lowest of equals; None unless statistics were asked
+            for; -1 for an empty shard.
+    """
+
+    max: Tensor
+    sum_exp: Tensor
+    target_logit: Tensor
+    smoothing: Tensor | None = None
+    entropy: Tensor | None = None
+    argmax: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class LogitGradient:
+    """G in factored form, so that a tile of it can be made from a tile of z.
+
+    ``p_nv = exp((z_nv - max_n) - log_sum_n)`` and, on active rows,
+    ``G_nv = prob_n p_nv - target_n 1[v = y_n] - smoothing_n c_v``; inactive rows have G = 0 whatever E holds there
+    (NaN included). All are ``[N]``, fp32 but for ``active``.
+
+    Attributes:
+        max: M over the whole vocabulary.
+        log_sum: log S over the whole vocabulary.
+        prob: factor on the softmax.
+        target: factor on the target's one-hot.
+        smoothing: factor on c; None without label smoothing.
+        active: bool; False for ignored tokens.
+    """
+
+    max: Tensor
+    log_sum: Tensor
+    prob: Tensor
+    target: Tensor
+    active: Tensor
+    smoothing: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class WeightGradBuffer:
+    """Where the gradient of C goes.
+
+    Attributes:
+        buffer: ``[V, D]``, any floating dtype, last dimension contiguous.
+        accumulate: add to what is there (``main_grad``) instead of overwriting it.
+    """
+
+    buffer: Tensor
+    accumulate: bool
+
+
+@dataclass(frozen=True)
+class GradientRequest:
+    """Which gradients to compute, and into what.
+
+    Attributes:
+        input_dtype: dtype for this rank's part of the gradient of E, or None if it is not needed.
+        weight: destination for the gradient of C, or None if it is not needed.
+        bias: whether the gradient of b is needed.
+    """
+
+    input_dtype: torch.dtype | None
+    weight: WeightGradBuffer | None
+    bias: bool
+
+
+InputGradReady = Callable[[Tensor], None]
+"""Called once with this rank's part of the gradient of E, ``[N, D]``, as soon as it is complete: the caller starts its
+reduction over the group there, behind what is left of the weight gradient."""
+
+
+class LocalImplementation(Protocol):
+    """The two steps of the loss on one rank; stateless."""
+
+    name: str
+
+    def partials(self, problem: LocalProblem, *, stats: bool) -> Partials:
+        """One pass over the shard: the reductions of z that the combine needs."""
+        ...
+
+    def gradients(
+        self,
+        problem: LocalProblem,
+        logit_grad: LogitGradient,
+        request: GradientRequest,
+        on_input_grad: InputGradReady,
+    ) -> Tensor | None:
+        """Exact gradients of E (through ``on_input_grad``), C (into its buffer) and b (returned, fp32 ``[V]``).
+
+        Raises:
+            ValueError: ``problem.workspace`` is smaller than the least this implementation can work in.
+        """
+        ...
