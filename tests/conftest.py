@@ -1,0 +1,80 @@
+"""Markers, skips, the processes that distributed tests share, and the count of what ran where."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+import torch
+from distributed import Pool
+
+torch.set_num_threads(1)
+hypothesis.settings.register_profile(
+    "cce_tp",
+    derandomize=True,
+    database=None,
+    deadline=None,
+    max_examples=int(os.environ.get("CCE_TP_TEST_EXAMPLES", "40")),
+    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture, hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("cce_tp")
+
+GPUS = torch.cuda.device_count()
+_real_kernel_cases: Counter[str] = Counter()
+_skipped: Counter[str] = Counter()
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Fork at once where the pool is to be forked from this very process, before anything has run in it."""
+    if os.environ.get("CCE_TP_TEST_START") == "fork":
+        session.config.stash[_POOL] = pool = Pool(4)
+        pool.start()
+
+
+_POOL: pytest.StashKey[Pool] = pytest.StashKey()
+
+
+@pytest.fixture(scope="session")
+def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
+    """Four gloo processes on the CPU, kept for the whole session."""
+    shared = request.config.stash.get(_POOL, None) or Pool(4)
+    yield shared
+    shared.stop()
+
+
+@pytest.fixture(scope="session")
+def gpu_pool() -> Iterator[Pool]:
+    """One NCCL process a GPU, up to four."""
+    size = 4 if GPUS >= 4 else 2
+    shared = Pool(size, backend="nccl", sizes=(1, 2, 4)[: 3 if size == 4 else 2])
+    yield shared
+    shared.stop()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "pool" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.distributed)
+        if item.get_closest_marker("multigpu") and GPUS < 2:
+            item.add_marker(pytest.mark.skip(reason=f"needs two CUDA devices, found {GPUS}"))
+        elif item.get_closest_marker("gpu") and GPUS < 1:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    for mark in ("gpu", "multigpu"):
+        if mark in report.keywords:
+            if report.when == "call" and report.passed:
+                _real_kernel_cases[mark] += 1
+            elif report.skipped:
+                _skipped[mark] += 1
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say apart how many cases ran on real kernels: a green run without any proves nothing about them (case B45)."""
+    ran = ", ".join(f"{_real_kernel_cases[mark]} {mark}" for mark in ("gpu", "multigpu"))
+    skipped = ", ".join(f"{_skipped[mark]} {mark}" for mark in ("gpu", "multigpu"))
+    terminalreporter.write_line(f"real kernels: passed {ran}; skipped {skipped}; {GPUS} CUDA devices")
