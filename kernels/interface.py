@@ -44,7 +44,8 @@ class LocalProblem:
         smoothing_weight: c, ``[V]`` fp32; None without label smoothing.
         logit_scale: factor on ``E C^T + b``.
         softcap: ``z <- softcap * tanh(z / softcap)`` after the scale; None for none.
-        workspace: bytes that a call may allocate beyond its results; None for the implementation's default.
+        workspace: bytes that a step may allocate beyond its results, at least ``least_workspace``; None for the
+            implementation's default.
     """
 
     input: Tensor
@@ -156,6 +157,10 @@ class LocalImplementation(Protocol):
 
     name: str
 
+    def least_workspace(self, num_tokens: int, hidden_size: int, num_rows: int, dtype: torch.dtype) -> int:
+        """Fewest bytes of workspace in which both steps can work on such a problem."""
+        ...
+
     def partials(self, problem: LocalProblem, *, stats: bool) -> Partials:
         """One pass over the shard: the reductions of z that the combine needs."""
         ...
@@ -167,9 +172,5 @@ class LocalImplementation(Protocol):
         request: GradientRequest,
         on_input_grad: InputGradReady,
     ) -> Tensor | None:
-        """Exact gradients of E (through ``on_input_grad``), C (into its buffer) and b (returned, fp32 ``[V]``).
-
-        Raises:
-            ValueError: ``problem.workspace`` is smaller than the least this implementation can work in.
-        """
+        """Exact gradients of E (through ``on_input_grad``), C (into its buffer) and b (returned, fp32 ``[V]``)."""
         ...

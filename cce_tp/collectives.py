@@ -1,0 +1,210 @@
+"""All communication of the library.
+
+Collectives of one call over a group of more than one rank; every shape follows from shapes and options alone
+(N tokens, D hidden size, T ranks, k = 3 fp32 numbers a token, +2 with label smoothing, +2 with statistics):
+
+========================= ======================================================= =================================
+when                      collective                                              tensor
+========================= ======================================================= =================================
+first use of a key        1 all-gather                                            [2048] bytes a rank
+``validate=True``         1 all-gather (the same), then 1 all-gather              [2048] bytes, [2, N] int64 a rank
+forward, sequence par.    1 all-gather                                            [N/T, D] a rank
+forward, T <= 8           1 all-gather                                            [k, N] fp32 a rank
+forward, T > 8            all-reduce MAX, all-reduce SUM                          [N], [2 or more, N] fp32
+... with statistics       and 1 all-reduce MIN                                    [N] int64
+backward                  1 all-reduce SUM                                        [N, D] in ``comm_dtype``
+backward, sequence par.   1 all-gather, 1 reduce-scatter (on gloo an all-reduce)  [N/T, D], [N, D]
+========================= ======================================================= =================================
+
+A group of one rank, or ``group=None``, communicates nothing. gloo sums bf16 and fp16 in fp32. The backward reductions
+happen only if the input requires a gradient; a key is (group, shard, D, dtype, options, whether the input requires a
+gradient).
+
+Both ways of combining do the same arithmetic. Gathered pieces are folded locally in rank order, so every rank gets the
+same bits by construction; the reductions rely on the backend delivering the same bits everywhere, as NCCL and gloo do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .kernels.fold import fold, relative_to
+from .kernels.interface import Partials
+from .options import LOW_PRECISION
+
+GATHER_UP_TO = 8
+"""Largest group whose partials are gathered and folded locally; beyond it they are reduced by a MAX and a SUM."""
+
+
+@dataclass(frozen=True)
+class TensorParallelGroup:
+    """A process group and this rank's place in it; ``handle`` is None for a single shard."""
+
+    handle: dist.ProcessGroup | None
+    rank: int
+    size: int
+
+    @property
+    def is_single(self) -> bool:
+        return self.size == 1
+
+    def require(self) -> dist.ProcessGroup:
+        """The process group of a group that isn't single."""
+        if self.handle is None:
+            raise RuntimeError("a single shard has no process group")
+        return self.handle
+
+    def backend(self, device: torch.device) -> str:
+        """Name of the backend that serves tensors of a device."""
+        names = str(dist.get_backend(self.require()))
+        if ":" not in names:
+            return names
+        return dict(item.split(":") for item in names.split(","))[device.type]
+
+    def sums_in_fp32(self, device: torch.device) -> bool:
+        """gloo has no dependable bf16 and fp16 sums."""
+        return self.backend(device) == "gloo"
+
+    def exchange_device(self) -> torch.device:
+        """Where small records for the host travel."""
+        names = str(dist.get_backend(self.require()))
+        return torch.device("cpu") if "gloo" in names else torch.device("cuda", torch.cuda.current_device())
+
+
+SINGLE = TensorParallelGroup(None, 0, 1)
+
+
+def resolve_group(group: dist.ProcessGroup | None) -> TensorParallelGroup:
+    """The group of a call. None is a single shard, never the default group.
+
+    Raises:
+        TypeError: ``group`` is no process group.
+        ValueError: this process isn't one of its members.
+    """
+    if group is None:
+        return SINGLE
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("group: this process is not a member of the tensor-parallel group it passed")
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"group={group!r} must be a torch.distributed.ProcessGroup or None, not {type(group).__name__}")
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise ValueError("group: this process is not a member of the tensor-parallel group it passed")
+    return TensorParallelGroup(group, rank, dist.get_world_size(group))
+
+
+def all_gather(local: Tensor, group: TensorParallelGroup) -> Tensor:
+    """``[T, *local.shape]``, in rank order. One collective."""
+    gathered = torch.empty((group.size, *local.shape), dtype=local.dtype, device=local.device)
+    dist.all_gather_into_tensor(gathered, local.contiguous(), group=group.handle)
+    return gathered
+
+
+def gather_sequence(local: Tensor, group: TensorParallelGroup) -> Tensor:
+    """``[N/T, D]`` token shards to ``[N, D]``, in rank order. One collective."""
+    return local if group.is_single else all_gather(local, group).flatten(0, 1)
+
+
+def combine(partials: Partials, smoothing_mass: Tensor | None, group: TensorParallelGroup) -> Partials:
+    """Partials of the whole vocabulary from those of each rank; ``argmax`` must count global ids.
+
+    Args:
+        smoothing_mass: this rank's ``sum_v c_v``, fp32 ``[]``; None without label smoothing.
+    """
+    if group.is_single:
+        return partials
+    if group.size <= GATHER_UP_TO:
+        return _combine_by_gather(partials, smoothing_mass, group)
+    return _combine_by_reduction(partials, smoothing_mass, group)
+
+
+def _combine_by_gather(partials: Partials, smoothing_mass: Tensor | None, group: TensorParallelGroup) -> Partials:
+    rows = [partials.max, partials.sum_exp, partials.target_logit]
+    if partials.smoothing is not None and smoothing_mass is not None:
+        rows += [partials.smoothing, smoothing_mass.expand_as(partials.max)]
+    if partials.entropy is not None and partials.argmax is not None:
+        # Ids travel as their bits: a float32 doesn't hold integers above 2^24.
+        rows += [partials.entropy, partials.argmax.to(torch.int32).view(torch.float32)]
+    gathered = iter(all_gather(torch.stack(rows), group).unbind(dim=1))
+    parts = Partials(next(gathered), next(gathered), next(gathered))
+    mass = None
+    if partials.smoothing is not None:
+        parts = replace(parts, smoothing=next(gathered))
+        mass = next(gathered)
+    if partials.entropy is not None:
+        parts = replace(parts, entropy=next(gathered), argmax=next(gathered).contiguous().view(torch.int32).long())
+    return fold(parts, mass)
+
+
+def _combine_by_reduction(partials: Partials, smoothing_mass: Tensor | None, group: TensorParallelGroup) -> Partials:
+    top = partials.max.clone()
+    dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group.handle)
+    moved = relative_to(partials, top, smoothing_mass)
+    # gloo's MAX may lose a NaN on some ranks; then sum_exp is NaN, and this sum brings it to all of them.
+    optional = [field for field in (moved.smoothing, moved.entropy) if field is not None]
+    packed = torch.stack([moved.sum_exp, moved.target_logit, *optional])
+    dist.all_reduce(packed, op=dist.ReduceOp.SUM, group=group.handle)
+    sums = iter(packed.unbind())
+    combined = Partials(top, next(sums), next(sums))
+    if moved.smoothing is not None:
+        combined = replace(combined, smoothing=next(sums))
+    if moved.entropy is not None and partials.argmax is not None:
+        combined = replace(
+            combined, entropy=next(sums), argmax=_reduce_argmax(partials.max, partials.argmax, top, group)
+        )
+    return combined
+
+
+def _reduce_argmax(local_max: Tensor, argmax: Tensor, top: Tensor, group: TensorParallelGroup) -> Tensor:
+    never = torch.iinfo(torch.int64).max
+    lowest = torch.where((local_max == top) & (argmax >= 0), argmax, never)
+    dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=group.handle)
+    return torch.where(lowest == never, -1, lowest)
+
+
+def reduction_dtype(input: Tensor, comm_dtype: torch.dtype | None, group: TensorParallelGroup) -> torch.dtype:
+    """The dtype in which the ranks' parts of the input's gradient are summed."""
+    if group.is_single:
+        return input.dtype
+    wanted = input.dtype if comm_dtype is None else comm_dtype
+    return torch.float32 if wanted in LOW_PRECISION and group.sums_in_fp32(input.device) else wanted
+
+
+class InputGradReduction:
+    """Sums the ranks' parts of the input gradient, asynchronously: ``start`` it, do other work, then take ``result``."""
+
+    def __init__(self, group: TensorParallelGroup, sequence_parallel: bool, dtype: torch.dtype) -> None:
+        self._group = group
+        self._scatter = sequence_parallel and not group.is_single
+        self._dtype = dtype
+        self._work: dist.Work | None = None
+        self._part: Tensor | None = None
+        self._sum: Tensor | None = None
+
+    def start(self, part: Tensor) -> None:
+        """Begin the all-reduce of ``part``, ``[N, D]``, or its reduce-scatter along the tokens. Overwrites ``part``."""
+        self._part = self._sum = part
+        if self._group.is_single:
+            return
+        if self._scatter and self._group.backend(part.device) != "gloo":
+            shape = (part.shape[0] // self._group.size, *part.shape[1:])
+            self._sum = torch.empty(shape, dtype=part.dtype, device=part.device)
+            self._work = dist.reduce_scatter_tensor(self._sum, part, group=self._group.handle, async_op=True)
+        else:
+            self._work = dist.all_reduce(part, group=self._group.handle, async_op=True)
+
+    def result(self) -> Tensor | None:
+        """The sum: ``[N, D]``, or this rank's ``[N/T, D]``; None if ``start`` was never called."""
+        if self._work is not None:
+            self._work.wait()
+        if self._sum is None:
+            return None
+        total = self._sum
+        if self._scatter and total is self._part:
+            length = total.shape[0] // self._group.size
+            total = total[self._group.rank * length : (self._group.rank + 1) * length]
+        return total.to(self._dtype)

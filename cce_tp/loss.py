@@ -1,0 +1,515 @@
+"""The public function and module: options in, one autograd function, loss out.
+
+A call walks through four steps. ``_prepare`` turns the arguments into a checked ``_Call`` and the ranks agree on it;
+the forward pass gathers the input (under sequence parallelism), reads the shard once and combines the ranks' partials;
+the loss is formed from differences to the common maximum; the backward pass asks the local implementation for the
+gradients and sums that of the input over the group while the rest of the work goes on.
+
+Per token n with label y, with class weights c, smoothing a, and LSE over the vocabulary V::
+
+    loss_n = (1 - a) c_y (LSE - z_y) + (a / V) sum_v c_v (LSE - z_v) + z_loss LSE^2
+
+and, for an upstream gradient u_n of loss_n and h_n of the returned LSE, the gradient in the logits is::
+
+    G_nv = P_n p_nv - u_n (1 - a) c_y 1[v = y] - u_n (a / V) c_v
+    P_n  = u_n ((1 - a) c_y + (a / V) sum_v c_v + 2 z_loss LSE_n) + h_n
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+
+from . import agreement, collectives
+from .arguments import Arguments, gather_arguments, resolve_tensor_parallel_group
+from .collectives import InputGradReduction, TensorParallelGroup, resolve_group
+from .kernels.interface import (
+    GradientRequest,
+    LocalImplementation,
+    LocalProblem,
+    LogitGradient,
+    Partials,
+    WeightGradBuffer,
+)
+from .options import Backward, LossOptions
+from .shard import VocabShard
+from .stats import LossStats
+
+__all__ = ["LinearCrossEntropyLoss", "linear_cross_entropy"]
+
+
+@dataclass(frozen=True)
+class _Labels:
+    """What the labels say, per token ``[N]``.
+
+    Attributes:
+        local: row of this rank's weight, or -1.
+        active: not ignored.
+        invalid: not ignored, and no vocabulary id: such a token's loss and gradient are NaN.
+        weight: class weight of the label, fp32, 0 where ignored; 1 without class weights.
+    """
+
+    local: Tensor
+    active: Tensor
+    invalid: Tensor
+    weight: Tensor
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call, checked: all that forward and backward share and that isn't saved by autograd."""
+
+    options: LossOptions
+    shard: VocabShard
+    group: TensorParallelGroup
+    implementation: LocalImplementation
+    main_grad: Tensor | None
+
+    @property
+    def softmax_rows(self) -> int:
+        """Rows of the local weight that enter the softmax."""
+        return self.shard.num_rows if self.options.count_padding else self.shard.num_real
+
+    def labels(self, target: Tensor, class_weight: Tensor | None) -> _Labels:
+        active = target != self.options.ignored
+        known = (target >= 0) & (target < self.shard.vocab_size)
+        mine = active & (target >= self.shard.start) & (target < self.shard.stop)
+        if class_weight is None:
+            weight = active.float()
+        else:
+            weight = torch.where(active & known, class_weight.float()[torch.where(known, target, 0)], 0.0)
+        return _Labels(torch.where(mine, target - self.shard.start, -1), active, active & ~known, weight)
+
+    def smoothing_weight(self, class_weight: Tensor | None, device: torch.device) -> Tensor | None:
+        """c over the local rows of the softmax, fp32; padding rows have 0. None without label smoothing."""
+        if self.options.label_smoothing == 0.0:
+            return None
+        c = torch.zeros(self.softmax_rows, dtype=torch.float32, device=device)
+        real = slice(self.shard.start, self.shard.stop)
+        c[: self.shard.num_real] = 1.0 if class_weight is None else class_weight[real].float()
+        return c
+
+    def smoothing_total(self, class_weight: Tensor | None) -> float | Tensor:
+        """``sum_v c_v`` over the whole vocabulary."""
+        return float(self.shard.vocab_size) if class_weight is None else class_weight.float().sum()
+
+    def problem(
+        self, tokens: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, smoothing_weight: Tensor | None
+    ) -> LocalProblem:
+        rows = self.softmax_rows
+        return LocalProblem(
+            input=tokens,
+            weight=weight[:rows],
+            target=target,
+            bias=None if bias is None else bias[:rows],
+            smoothing_weight=smoothing_weight,
+            logit_scale=float(self.options.logit_scale),
+            softcap=None if self.options.softcap is None else float(self.options.softcap),
+            workspace=self.options.workspace,
+        )
+
+    def gather(self, local: Tensor) -> Tensor:
+        return collectives.gather_sequence(local, self.group) if self.options.sequence_parallel else local
+
+    def with_global_argmax(self, partials: Partials) -> Partials:
+        """Number the argmax by vocabulary ids; padding rows get numbers beyond the vocabulary."""
+        if partials.argmax is None:
+            return partials
+        row = partials.argmax
+        beyond = self.shard.vocab_size + row
+        numbered = torch.where(row < self.shard.num_real, row + self.shard.start, beyond)
+        return Partials(
+            partials.max,
+            partials.sum_exp,
+            partials.target_logit,
+            partials.smoothing,
+            partials.entropy,
+            torch.where(row < 0, row, numbered),
+        )
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Hidden states and a vocabulary shard to per-token losses; no reduction."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        local_input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        class_weight: Tensor | None,
+        call: _Call,
+    ) -> tuple[Tensor | None, ...]:
+        with torch.autocast(local_input.device.type, enabled=False):
+            options = call.options
+            labels = call.labels(target, class_weight)
+            smoothing_weight = call.smoothing_weight(class_weight, weight.device)
+            tokens = call.gather(local_input)
+            problem = call.problem(tokens, weight, bias, labels.local, smoothing_weight)
+            partials = call.implementation.partials(problem, stats=options.return_stats)
+            mass = None if smoothing_weight is None else smoothing_weight.sum()
+            whole = collectives.combine(call.with_global_argmax(partials), mass, call.group)
+
+            log_sum = whole.sum_exp.log()
+            lse = whole.max + log_sum
+            # z_y - M before log S: a common offset of the row cancels exactly.
+            nll = log_sum - (whole.target_logit - whole.max)
+            loss = labels.weight * nll
+            if whole.smoothing is not None:
+                alpha = float(options.label_smoothing)
+                share = alpha / call.shard.vocab_size
+                spread = call.smoothing_total(class_weight) * log_sum - whole.smoothing
+                loss = (1.0 - alpha) * loss + share * spread if alpha < 1.0 else share * spread
+            if options.z_loss != 0.0:
+                loss = loss + float(options.z_loss) * lse.square()
+            loss = torch.where(labels.active, loss, 0.0).masked_fill(labels.invalid, float("nan"))
+
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(local_input, weight, bias, target, class_weight, whole.max, log_sum)
+        if not options.return_stats:
+            return loss, lse, None, None, None
+        stats = _detached_stats(whole, log_sum, nll, target, labels)
+        ctx.mark_non_differentiable(*stats)
+        return loss, lse, *stats
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "linear_cross_entropy: double backward is not supported; call backward without create_graph=True"
+            )
+        with torch.autocast(ctx.saved_tensors[0].device.type, enabled=False):
+            return (*_gradients(ctx, upstream[0], upstream[1]), None, None, None)
+
+
+def _detached_stats(
+    whole: Partials, log_sum: Tensor, nll: Tensor, target: Tensor, labels: _Labels
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``target_logprob``, ``correct``, ``entropy``."""
+    assert whole.entropy is not None
+    entropy = log_sum - whole.entropy / whole.sum_exp
+    nowhere = ~labels.active | labels.invalid
+    logprob = (-nll).masked_fill(nowhere, float("nan"))
+    return logprob, (whole.argmax == target) & ~nowhere, entropy
+
+
+def _logit_gradient(
+    call: _Call, saved: tuple[Tensor, Tensor], labels: _Labels, class_weight: Tensor | None, u: Tensor, h: Tensor | None
+) -> LogitGradient:
+    """The factors of G for upstream gradients u of the loss and h of the LSE, both fp32 ``[N]``."""
+    top, log_sum = saved
+    options, alpha = call.options, float(call.options.label_smoothing)
+    target_factor = u * labels.weight * (1.0 - alpha)
+    prob, smoothing = target_factor, None
+    if alpha != 0.0:
+        smoothing = u * (alpha / call.shard.vocab_size)
+        prob = prob + smoothing * call.smoothing_total(class_weight)
+        smoothing = smoothing.masked_fill(~labels.active, 0.0)
+    if options.z_loss != 0.0:
+        prob = prob + u * (2.0 * float(options.z_loss)) * (top + log_sum)
+    if h is not None:
+        prob = prob + h
+    prob = torch.where(labels.active, prob, 0.0).masked_fill(labels.invalid, float("nan"))
+    target_factor = target_factor.masked_fill(~labels.active, 0.0)
+    return LogitGradient(top, log_sum, prob, target_factor, labels.active, smoothing)
+
+
+def _gradients(
+    ctx: FunctionCtx, u: Tensor | None, h: Tensor | None
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of input, weight (None if it went to ``main_grad``) and bias."""
+    context = cast(Any, ctx)
+    call: _Call = context.call
+    local_input, weight, bias, target, class_weight, top, log_sum = context.saved_tensors
+    needs_input, needs_weight, needs_bias = context.needs_input_grad[:3]
+    u = torch.zeros_like(top) if u is None else u.float()
+    labels = call.labels(target, class_weight)
+    logit_grad = _logit_gradient(call, (top, log_sum), labels, class_weight, u, None if h is None else h.float())
+    smoothing_weight = call.smoothing_weight(class_weight, weight.device)
+    problem = call.problem(call.gather(local_input), weight, bias, labels.local, smoothing_weight)
+
+    weight_grad = None
+    destination = None
+    if needs_weight and call.main_grad is not None:
+        destination = WeightGradBuffer(call.main_grad[: call.softmax_rows], accumulate=True)
+    elif needs_weight:
+        weight_grad = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+        weight_grad[call.softmax_rows :].zero_()
+        destination = WeightGradBuffer(weight_grad[: call.softmax_rows], accumulate=False)
+
+    dtype = collectives.reduction_dtype(local_input, call.options.comm_dtype, call.group)
+    reduction = InputGradReduction(call.group, call.options.sequence_parallel, local_input.dtype)
+    request = GradientRequest(dtype if needs_input else None, destination, needs_bias)
+    real_bias_grad = call.implementation.gradients(problem, logit_grad, request, reduction.start)
+
+    bias_grad = None
+    if bias is not None and real_bias_grad is not None:
+        bias_grad = torch.zeros_like(bias)
+        bias_grad[: call.softmax_rows] = real_bias_grad
+    return reduction.result(), weight_grad, bias_grad
+
+
+def _prepare(
+    tensors: dict[str, Any],
+    group: dist.ProcessGroup | None,
+    shard: VocabShard | None,
+    options: dict[str, Any],
+) -> Arguments:
+    """Check the rank's own arguments, then that the ranks agree. See ``cce_tp.agreement`` for when they exchange."""
+    tp_group = resolve_tensor_parallel_group(tensors["weight"], group)
+    try:
+        arguments = gather_arguments(**tensors, group=tp_group, shard=shard, options=LossOptions(**options))
+    except (TypeError, ValueError, NotImplementedError) as error:
+        if agreement.others_await(tp_group, options["validate"]):
+            agreement.report_failure(tp_group, error)
+        raise
+    agreement.ensure(tp_group, arguments.agreement_key(), arguments.record, validate=bool(arguments.options.validate))
+    if arguments.options.validate and not tp_group.is_single:
+        tokens, target = arguments.flattened()
+        agreement.compare_tokens(tp_group, target, None if arguments.options.sequence_parallel else tokens)
+    return arguments
+
+
+def _reduce(loss: Tensor, call: _Call, target: Tensor, class_weight: Tensor | None) -> Tensor:
+    """Sum, or mean over the class weights of the tokens that aren't ignored; without a host synchronisation."""
+    if call.options.reduction == "sum":
+        return loss.sum()
+    total_weight = call.labels(target, class_weight).weight.sum()
+    return loss.sum() / torch.where(total_weight == 0, 1.0, total_weight)
+
+
+# The collectives and the choice of kernels are opaque to torch.compile: one graph break, the same for every shape.
+@torch.compiler.disable
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int | None = -100,
+    label_smoothing: float = 0.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    group: dist.ProcessGroup | None = None,
+    shard: VocabShard | None = None,
+    sequence_parallel: bool = False,
+    sequence_dim: int = 0,
+    backward: str | Backward = "exact",
+    main_grad: Tensor | None = None,
+    comm_dtype: torch.dtype | None = None,
+    count_padding: bool = False,
+    workspace: int | None = None,
+    validate: bool | None = None,
+    implementation: str = "auto",
+    return_stats: bool = False,
+) -> Tensor | tuple[Tensor, LossStats]:
+    """Cross-entropy of ``softcap(logit_scale * (input @ linear_weight.T + linear_bias))``, without writing the logits.
+
+    The classifier is sharded by vocabulary rows over ``group``. The loss is exact, the same bits on every rank of the
+    group. Method: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models" (ICLR 2025), with the
+    log-sum-exp combined over the group.
+
+    Per token, with class weight c, smoothing a, and V = ``shard.vocab_size``:
+    ``(1-a) c_y (LSE - z_y) + (a/V) sum_v c_v (LSE - z_v) + z_loss LSE^2``. The mean divides the sum of that by the sum
+    of ``c_y`` over tokens that aren't ignored (their number, without class weights); z_loss's term takes no class weight.
+
+    Args:
+        input: ``[..., D]`` hidden states; bf16, fp16 or fp32; the same on every rank of ``group``, or this rank's shard
+            along ``sequence_dim`` if ``sequence_parallel``. Any strides.
+        linear_weight: ``[V_local, D]``, this rank's rows of the classifier, of input's dtype (under
+            ``torch.autocast`` both are cast). A DTensor sharded by ``Shard(0)`` over a one-dimensional mesh also says
+            ``group`` and ``shard``.
+        target: ``[...]`` integer vocabulary ids over the whole vocabulary, the same on every rank, full length under
+            sequence parallelism. An id outside ``[0, V)`` makes its token's loss and gradient NaN (see ``validate``).
+        linear_bias: ``[V_local]``, any floating dtype.
+        weight: ``[V]`` class weights, the same on every rank; not differentiable.
+        reduction: "mean", "sum" or "none" (fp32 in target's shape, 0 at ignored tokens).
+        ignore_index: label of tokens that take no part; None means -100.
+        label_smoothing: in [0, 1], over the whole vocabulary, padding excluded.
+        logit_scale: factor on the logits, before the softcap.
+        softcap: logits become ``softcap * tanh(logits / softcap)``.
+        z_loss: factor of the squared log-sum-exp.
+        group: the tensor-parallel process group. None: a single shard, no communication (never the default group).
+        shard: which rows this rank holds; default: equal contiguous shards in group-rank order.
+        sequence_parallel: gather the input along ``sequence_dim`` on the way in, reduce-scatter its gradient on the way
+            out. Only the shard is kept for the backward pass.
+        sequence_dim: the dimension of ``input`` that is sharded.
+        backward: "exact". ("filtered" and "sampled" are announced, and refused, by this version.)
+        main_grad: ``[V_local, D]`` buffer (fp32, bf16 or fp16) to which the weight's gradient is added in place;
+            ``linear_weight.grad`` then stays untouched. Adds once a backward pass.
+        comm_dtype: dtype in which the input's gradient is summed over the group; default: input's (fp32 on gloo).
+        count_padding: padding rows enter the softmax (and get gradient), as in Megatron.
+        workspace: bytes each pass may allocate beyond inputs, outputs and gradients, refused if not enough; default: the
+            gradient of the input in fp32 plus about 96 MiB.
+        validate: check labels and the ranks' agreement on every call, with a host synchronisation; None: the
+            environment variable ``CCE_TP_VALIDATE``.
+        implementation: "auto" (Triton kernels on a GPU, plain PyTorch on the CPU), "triton" or "torch".
+        return_stats: also return ``LossStats``.
+
+    Returns:
+        The loss, fp32; with ``return_stats`` a pair ``(loss, LossStats)``.
+
+    Collectives: none for a single shard. Else 1 small in the forward pass (2 in groups beyond 8, 3 with statistics),
+    1 of ``[N, D]`` in the backward pass; sequence parallelism adds 1 of ``[N, D]`` to each. The first call of a kind adds
+    1 small one, ``validate`` 2. See ``cce_tp.collectives`` for shapes.
+
+    Ignored tokens: the LSE is still in the statistics; loss and gradient are 0, whatever ``input`` holds there.
+
+    Differences from ``torch.nn.functional.linear_cross_entropy``: no class-probability targets, no K-dimensional
+    weights, no ``options``; a mean over no token is 0 with zero gradients (there: NaN); the loss is fp32.
+
+    Under ``torch.compile`` the call is one graph break. Double backward raises.
+
+    Raises:
+        TypeError: an argument is of the wrong kind or dtype.
+        ValueError: shapes, devices, shards or options don't fit; with ``validate`` also a label that is no vocabulary
+            id, or ranks that differ. Raised on every rank where the ranks exchange (first call, or ``validate``).
+        NotImplementedError: ``backward`` is a mode this version doesn't have.
+    """
+    arguments = _prepare(
+        {
+            "input": input,
+            "weight": linear_weight,
+            "target": target,
+            "bias": linear_bias,
+            "class_weight": weight,
+            "main_grad": main_grad,
+        },
+        group,
+        shard,
+        {
+            "reduction": reduction,
+            "ignore_index": ignore_index,
+            "label_smoothing": label_smoothing,
+            "logit_scale": logit_scale,
+            "softcap": softcap,
+            "z_loss": z_loss,
+            "sequence_parallel": sequence_parallel,
+            "sequence_dim": sequence_dim,
+            "backward": backward,
+            "comm_dtype": comm_dtype,
+            "count_padding": count_padding,
+            "workspace": workspace,
+            "validate": validate,
+            "implementation": implementation,
+            "return_stats": return_stats,
+        },
+    )
+    call = _Call(arguments.options, arguments.shard, arguments.group, arguments.implementation, arguments.main_grad)
+    tokens, targets = arguments.flattened()
+    per_token, lse, *details = _LinearCrossEntropy.apply(
+        tokens, arguments.weight, arguments.bias, targets, arguments.class_weight, call
+    )
+    if reduction == "none":
+        loss = arguments.unflatten(per_token)
+    else:
+        loss = _reduce(per_token, call, targets, arguments.class_weight)
+    if not return_stats:
+        return loss
+    lse, logprob, correct, entropy = (arguments.unflatten(value) for value in (lse, *details))
+    return loss, LossStats(lse, logprob, correct, entropy, keep_rate=1.0, implementation=call.implementation.name)
+
+
+class LinearCrossEntropyLoss(nn.Module):
+    """A vocabulary-sharded classifier and its loss, like ``torch.nn.LinearCrossEntropyLoss``.
+
+    Each rank of ``group`` owns the rows that ``torch.chunk`` gives it (``self.shard``). The initial values are those of
+    ``torch.nn.Linear`` over the whole vocabulary: ranks that start from the same random state hold the shards of one
+    matrix, whatever the group's size, and end in the same random state.
+
+    Args:
+        in_features: D.
+        num_classes: V, over the whole group.
+        bias: add a learnable bias to the logits.
+        device, dtype: of the parameters.
+        group: the tensor-parallel process group; None for a single shard.
+        **options: any keyword of ``linear_cross_entropy`` but ``linear_bias``, ``group`` and ``shard``.
+
+    Attributes:
+        weight: ``[V_local, D]``.
+        bias: ``[V_local]`` or None.
+        shard: the ``VocabShard``.
+
+    Raises:
+        TypeError, ValueError: as ``linear_cross_entropy``, at construction where that is possible.
+    """
+
+    _INIT_ROWS = 4096  # rows drawn at a time, so that the whole matrix never exists on one rank
+
+    def __init__(
+        self,
+        in_features: int,
+        num_classes: int,
+        *,
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        group: dist.ProcessGroup | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        for name, size in (("in_features", in_features), ("num_classes", num_classes)):
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ValueError(f"{name}={size!r} must be a positive int")
+        class_weight = options.pop("weight", None)
+        main_grad = options.pop("main_grad", None)
+        LossOptions(**options)
+        tp_group = resolve_group(group)
+        self.in_features, self.num_classes = in_features, num_classes
+        self.group = group
+        self.shard = VocabShard.chunk(num_classes, tp_group.rank, tp_group.size)
+        self.options = {**options, "main_grad": main_grad}
+        self.weight = nn.Parameter(torch.empty(self.shard.num_rows, in_features, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(self.shard.num_rows, device=device, dtype=dtype)) if bias else None
+        self.register_buffer("class_weight", class_weight, persistent=False)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw the whole vocabulary's initial values and keep this rank's."""
+        bound = 1.0 / math.sqrt(self.in_features)
+        self._keep_own_rows(self.weight, (self.in_features,), bound)
+        if self.bias is not None:
+            self._keep_own_rows(self.bias, (), bound)
+
+    def _keep_own_rows(self, parameter: Tensor, row_shape: tuple[int, ...], bound: float) -> None:
+        if parameter.is_meta:
+            return
+        for first in range(0, self.num_classes, self._INIT_ROWS):
+            last = min(first + self._INIT_ROWS, self.num_classes)
+            drawn = torch.empty(last - first, *row_shape, device=parameter.device, dtype=parameter.dtype)
+            drawn.uniform_(-bound, bound)
+            low, high = max(first, self.shard.start), min(last, self.shard.stop)
+            if low < high:
+                parameter[low - self.shard.start : high - self.shard.start] = drawn[low - first : high - first]
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor | tuple[Tensor, LossStats]:
+        """The loss of ``input`` ``[..., D]`` and ``target`` ``[...]``; see ``linear_cross_entropy``."""
+        return linear_cross_entropy(
+            input,
+            self.weight,
+            target,
+            linear_bias=self.bias,
+            weight=self.class_weight,
+            group=self.group,
+            shard=self.shard,
+            **self.options,
+        )
+
+    def extra_repr(self) -> str:
+        given = {name: value for name, value in self.options.items() if value is not None}
+        return ", ".join(
+            [f"in_features={self.in_features}", f"num_classes={self.num_classes}", f"{self.shard}"]
+            + [f"{name}={value!r}" for name, value in given.items()]
+        )

@@ -1,0 +1,156 @@
+"""The options of the loss: frozen, made once a call, every check of a plain argument in one place."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass, field
+
+import torch
+
+from .kernels.select import CHOICES as IMPLEMENTATIONS
+
+REDUCTIONS = ("mean", "sum", "none")
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+SUPPORTED_DTYPES = (*LOW_PRECISION, torch.float32)
+VALIDATE_VARIABLE = "CCE_TP_VALIDATE"
+
+
+@dataclass(frozen=True)
+class Exact:
+    """Exact gradients: the logits are recomputed in vocabulary slabs of bounded size."""
+
+
+@dataclass(frozen=True)
+class Filtered:
+    """Gradients without the tiles in which every ``|G| < eps`` (Wijmans et al., ICLR 2025). Not available yet."""
+
+    eps: float = 2.0**-12
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Unbiased sparse gradients. Not available yet."""
+
+    eps: float = 2.0**-8
+
+
+Backward = Exact | Filtered | Sampled
+_BACKWARD_BY_NAME = {"exact": Exact, "filtered": Filtered, "sampled": Sampled}
+
+
+def _parse_backward(value: object) -> Exact:
+    if isinstance(value, str):
+        if value not in _BACKWARD_BY_NAME:
+            raise ValueError(f"backward={value!r} must be one of {sorted(_BACKWARD_BY_NAME)}")
+        value = _BACKWARD_BY_NAME[value]()
+    if isinstance(value, Exact):
+        return value
+    if isinstance(value, Filtered | Sampled):
+        name = type(value).__name__
+        raise NotImplementedError(f"backward={name.lower()!r} is not available in this version; use backward='exact'")
+    raise TypeError(f"backward={value!r} must be a string or one of cce_tp.Exact(), Filtered(...), Sampled(...)")
+
+
+def _check_finite(
+    name: str, value: object, low: float = -math.inf, high: float = math.inf, open_low: bool = False
+) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name}={value!r} must be a number")
+    inside = low < value if open_low else low <= value
+    if not (math.isfinite(value) and inside and value <= high):
+        expected = f"in {'(' if open_low or low == -math.inf else '['}{low}, {high}{')' if high == math.inf else ']'}"
+        raise ValueError(f"{name}={value!r} must be finite and {expected}")
+
+
+def _check_int(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}={value!r} must be an int")
+
+
+def validate_by_environment() -> bool:
+    """What ``validate=None`` means."""
+    text = os.environ.get(VALIDATE_VARIABLE, "").strip().lower()
+    if text in ("", "0", "false", "no", "off"):
+        return False
+    if text in ("1", "true", "yes", "on"):
+        return True
+    raise ValueError(f"environment variable {VALIDATE_VARIABLE}={text!r} must be 0 or 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossOptions:
+    """Everything about a call that isn't a tensor, a group or a shard. See ``linear_cross_entropy`` for the meanings.
+
+    Raises:
+        TypeError, ValueError: an argument is of the wrong kind or out of range; the message names it, its value and
+            what was expected.
+        NotImplementedError: ``backward`` names a mode that this version doesn't have.
+    """
+
+    reduction: str = "mean"
+    ignore_index: int | None = -100
+    label_smoothing: float = 0.0
+    logit_scale: float = 1.0
+    softcap: float | None = None
+    z_loss: float = 0.0
+    sequence_parallel: bool = False
+    sequence_dim: int = 0
+    backward: str | Backward = "exact"
+    comm_dtype: torch.dtype | None = None
+    count_padding: bool = False
+    workspace: int | None = None
+    validate: bool | None = None
+    implementation: str = "auto"
+    return_stats: bool = False
+    mode: Exact = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.reduction not in REDUCTIONS:
+            raise ValueError(f"reduction={self.reduction!r} must be one of {REDUCTIONS}")
+        if self.implementation not in IMPLEMENTATIONS:
+            raise ValueError(f"implementation={self.implementation!r} must be one of {IMPLEMENTATIONS}")
+        if self.ignore_index is None:
+            object.__setattr__(self, "ignore_index", -100)
+        _check_int("ignore_index", self.ignore_index)
+        _check_finite("label_smoothing", self.label_smoothing, 0.0, 1.0)
+        _check_finite("logit_scale", self.logit_scale)
+        _check_finite("z_loss", self.z_loss, 0.0)
+        if self.softcap is not None:
+            _check_finite("softcap", self.softcap, 0.0, open_low=True)
+        _check_int("sequence_dim", self.sequence_dim)
+        if self.comm_dtype is not None and self.comm_dtype not in SUPPORTED_DTYPES:
+            raise ValueError(f"comm_dtype={self.comm_dtype!r} must be None or one of {SUPPORTED_DTYPES}")
+        if self.workspace is not None:
+            _check_int("workspace", self.workspace)
+            if self.workspace < 1:
+                raise ValueError(f"workspace={self.workspace} must be a positive number of bytes")
+        if self.validate is None:
+            object.__setattr__(self, "validate", validate_by_environment())
+        for name in ("sequence_parallel", "count_padding", "return_stats", "validate"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name}={getattr(self, name)!r} must be a bool")
+        object.__setattr__(self, "mode", _parse_backward(self.backward))
+
+    @property
+    def ignored(self) -> int:
+        """``ignore_index`` as an int."""
+        return -100 if self.ignore_index is None else self.ignore_index
+
+    def agreed(self) -> dict[str, object]:
+        """The options that must be the same on every rank of a group: they decide the arithmetic or the collectives."""
+        names = (
+            "reduction",
+            "ignored",
+            "label_smoothing",
+            "logit_scale",
+            "softcap",
+            "z_loss",
+            "sequence_parallel",
+            "sequence_dim",
+            "count_padding",
+            "return_stats",
+            "implementation",
+        )
+        by_name = {name: getattr(self, name) for name in names}
+        return {**by_name, "backward": repr(self.mode), "comm_dtype": str(self.comm_dtype)}

@@ -1,0 +1,68 @@
+"""Joining what was learnt from disjoint pieces of the vocabulary.
+
+A piece (a tile, a slab, another rank's shard) is described by sums relative to its own largest logit m. To join pieces,
+move each to the common maximum M: a sum of exponentials takes the factor exp(m - M), a sum of ``c (z - m)`` gains
+``(m - M) sum(c)``. Only differences of logits appear, so an offset common to a whole row, however large, costs no digits.
+
+Rules for the edges: a piece without a finite logit (``m = -inf``: empty, or masked throughout) adds 0; a NaN stays NaN.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .interface import Partials
+
+NEGATIVE_INFINITY = float("-inf")
+
+
+def relative_to(parts: Partials, top: Tensor, smoothing_mass: Tensor | None) -> Partials:
+    """Restate ``parts`` relative to ``top`` instead of ``parts.max``. Shapes broadcast; no sum is taken.
+
+    Args:
+        parts: fields of any shape ``[..., N]``.
+        top: the common maximum M, ``[N]``.
+        smoothing_mass: ``sum_v c_v`` of each piece, broadcastable to ``[..., N]``; None without label smoothing.
+    """
+    empty = parts.max == NEGATIVE_INFINITY
+    gap = parts.max - top
+    factor = torch.where(empty, 0.0, gap.exp())
+    smoothing = entropy = None
+    if parts.smoothing is not None and smoothing_mass is not None:
+        smoothing = torch.where(smoothing_mass == 0, 0.0, parts.smoothing + gap * smoothing_mass)
+    if parts.entropy is not None:
+        entropy = factor * (parts.entropy + parts.sum_exp * torch.where(empty, 0.0, gap))
+    return Partials(top, parts.sum_exp * factor, parts.target_logit, smoothing, entropy, parts.argmax)
+
+
+def fold(parts: Partials, smoothing_mass: Tensor | None) -> Partials:
+    """Join ``P >= 1`` pieces.
+
+    The result depends on the values and their order only, so ranks that fold the same pieces get the same bits.
+
+    Args:
+        parts: every field ``[P, N]``; ``argmax`` in a numbering common to all pieces.
+        smoothing_mass: ``[P, 1]`` or ``[P, N]``; None without label smoothing.
+
+    Returns:
+        Partials of the union, every field ``[N]``.
+    """
+    top = parts.max.amax(dim=0)
+    moved = relative_to(parts, top, smoothing_mass)
+    return Partials(
+        max=top,
+        sum_exp=moved.sum_exp.sum(dim=0),
+        # All but one piece hold an exact zero here, so the sum is the owner's value to the last bit.
+        target_logit=moved.target_logit.sum(dim=0),
+        smoothing=None if moved.smoothing is None else moved.smoothing.sum(dim=0),
+        entropy=None if moved.entropy is None else moved.entropy.sum(dim=0),
+        argmax=None if parts.argmax is None else _lowest_argmax(parts.max, parts.argmax, top),
+    )
+
+
+def _lowest_argmax(maxima: Tensor, argmax: Tensor, top: Tensor) -> Tensor:
+    never = torch.iinfo(argmax.dtype).max
+    candidates = torch.where((maxima == top) & (argmax >= 0), argmax, never)
+    lowest = candidates.amin(dim=0)
+    return torch.where(lowest == never, -1, lowest)
