@@ -75,6 +75,10 @@ class TensorParallelGroup:
         return torch.device("cpu") if "gloo" in names else torch.device("cuda", torch.cuda.current_device())
 
 
+# Renamed in torch 2.13; the old names warn there.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 SINGLE = TensorParallelGroup(None, 0, 1)
 
 
@@ -99,9 +103,9 @@ def resolve_group(group: dist.ProcessGroup | None) -> TensorParallelGroup:
 
 def all_gather(local: Tensor, group: TensorParallelGroup) -> Tensor:
     """``[T, *local.shape]``, in rank order. One collective."""
-    gathered = torch.empty((group.size, *local.shape), dtype=local.dtype, device=local.device)
-    dist.all_gather_into_tensor(gathered, local.contiguous(), group=group.handle)
-    return gathered
+    gathered = torch.empty(group.size * local.numel(), dtype=local.dtype, device=local.device)
+    _all_gather(gathered, local.reshape(-1), group=group.handle)
+    return gathered.view(group.size, *local.shape)
 
 
 def gather_sequence(local: Tensor, group: TensorParallelGroup) -> Tensor:
@@ -193,7 +197,7 @@ class InputGradReduction:
         if self._scatter and self._group.backend(part.device) != "gloo":
             shape = (part.shape[0] // self._group.size, *part.shape[1:])
             self._sum = torch.empty(shape, dtype=part.dtype, device=part.device)
-            self._work = dist.reduce_scatter_tensor(self._sum, part, group=self._group.handle, async_op=True)
+            self._work = _reduce_scatter(self._sum, part, group=self._group.handle, async_op=True)
         else:
             self._work = dist.all_reduce(part, group=self._group.handle, async_op=True)
 
