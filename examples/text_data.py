@@ -1,0 +1,204 @@
+"""Text files into batches of tokens, the same on every layout of the run."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.resources
+import importlib.util
+import json
+import os
+import sysconfig
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+TOKENIZER = "tekken_240911.json"
+SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+
+Tokens = npt.NDArray[np.int32]
+Progress = Callable[[int, int], None]
+"""Called with (bytes done, bytes in all)."""
+
+
+class DataError(ValueError):
+    """The text or the tokenizer is not usable; the message is one sentence for the user."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """One file's text under a name that does not depend on where the folder lies."""
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Tokens to train on and tokens held out, with what is needed to recognise them again."""
+
+    train: Tokens
+    held_out: Tokens
+    vocab_size: int
+    fingerprint: str
+
+
+def check_tokenizer() -> None:
+    """Raise DataError where the tokenizer's package is missing, before anything slow is done."""
+    if importlib.util.find_spec("mistral_common") is None:
+        raise DataError("the tokenizer comes with the package mistral-common: pip install mistral-common")
+
+
+def check_paths(paths: Sequence[Path]) -> None:
+    """Raise DataError for a path that does not exist."""
+    for path in paths:
+        if not path.exists():
+            raise DataError(f"--data {path} does not exist")
+
+
+def standard_library() -> list[tuple[str, Path]]:
+    """The sources of Python's standard library on this machine, less its tests and installed packages."""
+    root = Path(sysconfig.get_path("stdlib"))
+    files = ((path.relative_to(root), path) for path in root.rglob("*.py"))
+    return [(name.as_posix(), path) for name, path in files if not SKIPPED_FOLDERS.intersection(name.parts)]
+
+
+def named_files(paths: Sequence[Path]) -> list[tuple[str, Path]]:
+    """Every file at or below ``paths``, hidden ones aside."""
+    found = []
+    for root in paths:
+        if root.is_file():
+            found.append((root.name, root))
+            continue
+        for path in root.rglob("*"):
+            name = path.relative_to(root)
+            if path.is_file() and not any(part.startswith(".") for part in name.parts):
+                found.append((f"{root.name}/{name.as_posix()}", path))
+    return found
+
+
+def read_documents(files: Iterable[tuple[str, Path]]) -> list[Document]:
+    """The files that are UTF-8 text, in the order of their names: the same on every machine."""
+    documents = []
+    for name, path in sorted(files):
+        try:
+            text = path.read_bytes().decode("utf-8")
+        except UnicodeDecodeError:
+            continue
+        if text and "\0" not in text:
+            documents.append(Document(name, text))
+    return documents
+
+
+def split(documents: Sequence[Document], held_out: float) -> tuple[list[Document], list[Document]]:
+    """Hold out whole files, chosen by a hash of their names; a single file is cut near its end instead."""
+    if len(documents) == 1:
+        name, text = documents[0].name, documents[0].text
+        cut = len(text) - max(1, round(len(text) * held_out))
+        return [Document(name, text[:cut])], [Document(name, text[cut:])]
+    by_hash = sorted(documents, key=lambda document: hashlib.blake2b(document.name.encode()).digest())
+    count = max(1, round(len(documents) * held_out))
+    return by_hash[count:], by_hash[:count]
+
+
+def tokenize(
+    documents: Sequence[Document], encode: Callable[[str], list[int]], advance: Callable[[int], None]
+) -> Tokens:
+    """All documents in one line, each closed by the tokenizer's end token."""
+    parts = []
+    for document in documents:
+        parts.append(np.asarray(encode(document.text), dtype=np.int32))
+        advance(len(document.text))
+    return np.concatenate(parts)
+
+
+def fingerprint(documents: Sequence[Document], held_out: float) -> str:
+    """Changes with the text, the split and the tokenizer; not with the folder or the machine."""
+    digest = hashlib.blake2b(f"{TOKENIZER} {held_out}".encode(), digest_size=8)
+    for document in documents:
+        digest.update(f"{document.name}\0{len(document.text)}\0{document.text}".encode())
+    return digest.hexdigest()
+
+
+def load_corpus(paths: Sequence[Path], held_out: float, cache: Path, progress: Progress) -> Corpus:
+    """Read, split and tokenize the text, or take the tokens from ``cache`` if this text is there already."""
+    documents = read_documents(named_files(paths) if paths else standard_library())
+    if not documents:
+        raise DataError(f"there is no UTF-8 text in {', '.join(map(str, paths)) or 'the standard library'}")
+    key = fingerprint(documents, held_out)
+    if not (cache / f"{key}.json").exists():
+        _write_cache(cache, key, *split(documents, held_out), progress)
+    return cached_corpus(cache, key)
+
+
+def cached_corpus(cache: Path, key: str) -> Corpus:
+    """The corpus that ``load_corpus`` left in ``cache``; its tokens stay on disk until they are read."""
+    vocab_size = json.loads((cache / f"{key}.json").read_text())["vocab_size"]
+    train, held_out = (np.load(cache / f"{key}.{part}.npy", mmap_mode="r") for part in ("train", "held-out"))
+    return Corpus(train, held_out, vocab_size, key)
+
+
+def _write_cache(cache: Path, key: str, train: list[Document], held_out: list[Document], progress: Progress) -> None:
+    from mistral_common.tokens.tokenizers.tekken import Tekkenizer
+
+    tokenizer_file = importlib.resources.files("mistral_common") / "data" / TOKENIZER
+    if not tokenizer_file.is_file():
+        raise DataError(f"the installed mistral-common does not ship {TOKENIZER}: pip install 'mistral-common>=1.5'")
+    tokenizer = Tekkenizer.from_file(str(tokenizer_file))
+    total = sum(len(document.text) for document in (*train, *held_out))
+    done = 0
+
+    def advance(size: int) -> None:
+        nonlocal done
+        done += size
+        progress(done, total)
+
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text, bos=False, eos=True)
+
+    cache.mkdir(parents=True, exist_ok=True)
+    for part, documents in (("train", train), ("held-out", held_out)):
+        partial = cache / f"{key}.{part}.partial.npy"
+        np.save(partial, tokenize(documents, encode, advance))
+        os.replace(partial, cache / f"{key}.{part}.npy")
+    # Last, and only when both are there: its presence says that the tokens are complete.
+    (cache / f"{key}.json").write_text(json.dumps({"vocab_size": tokenizer.n_words}))
+
+
+class Windows:
+    """Non-overlapping windows of ``seq_len`` tokens and their successors.
+
+    Which windows make up step s depends on s and the seed alone, so that every layout trains on the same global batch
+    and a resumed run goes on where it was.
+    """
+
+    def __init__(self, tokens: Tokens, seq_len: int) -> None:
+        self.tokens = tokens
+        self.seq_len = seq_len
+        self.count = (len(tokens) - 1) // seq_len
+        if self.count < 1:
+            raise DataError(f"{len(tokens)} tokens of text are too few for one sequence of {seq_len}: add --data")
+
+    def shuffled(self, first: int, count: int, seed: int) -> Tensor:
+        """Windows first … first + count of the endless stream of epochs, each in an order of its own."""
+        return self._read([self._permuted(index, seed) for index in range(first, first + count)])
+
+    def spread(self, first: int, count: int, total: int) -> Tensor:
+        """Windows first … first + count of ``total`` that are spread evenly over the text."""
+        return self._read([index * self.count // total for index in range(first, first + count)])
+
+    def _permuted(self, index: int, seed: int) -> int:
+        epoch, position = divmod(index, self.count)
+        if getattr(self, "_epoch", None) != (epoch, seed):
+            self._epoch = (epoch, seed)
+            self._order = np.random.default_rng((seed, epoch)).permutation(self.count)
+        return int(self._order[position])
+
+    def _read(self, windows: Sequence[int]) -> Tensor:
+        starts = [window * self.seq_len for window in windows]
+        rows = np.stack([self.tokens[start : start + self.seq_len + 1] for start in starts])
+        return torch.from_numpy(rows.astype(np.int64))
