@@ -1,0 +1,379 @@
+"""The exact backward pass, in slabs of the vocabulary.
+
+For one slab of classifier rows at a time:
+
+1. a kernel recomputes the slab's logits, tile by tile and exactly as the forward did, turns them into the gradient in
+   ``x = E C^T + b`` (through softcap and scale) and writes it, in the inputs' dtype, to a bounded workspace;
+2. ``grad E += G C_slab``, summed over slabs in fp32;
+3. ``grad C_slab = G^T E``: its whole sum over tokens in one fp32 accumulation, rounded once, straight into the
+   caller's buffer.
+
+Numerics:
+
+- ``p = exp((z - M) - log S)`` is near 1 only where ``z - M`` is exactly what the forward saw, and the target's 1 is
+  subtracted in fp32, before anything is rounded.
+- A token without gradient gets ``G = 0`` by selection, since E may be NaN there. For the same reason the product for
+  grad C reads a copy of E in which those rows are 0 (``0 * NaN``), and grad E is selected once more at the end (C may
+  hold an infinity). The copy lives in the memory of grad E's result until that is written.
+- The gradient of b is summed in fp32 from G before it is rounded, per tile of tokens and then over the tiles.
+- In fp16, G would underflow, or overflow under a loss scale. It is written times a power of two that puts its largest
+  possible entry near 2^13, chosen on the device, and divided out in fp32 before results are rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .interface import GradientRequest, InputGradReady, LocalProblem, LogitGradient
+from .logits import LOG2E, LogitOperands, finish_logits, grouped_tile, row_products
+from .matmul import product
+from .tiles import TensorDescriptor
+from .workspace import ALLOCATION, FP32_BYTES, allocated, workspace_too_small
+
+SLAB_BYTES = 80 * 2**20
+"""Default size of G's workspace; half of grad E's accumulator where that is more."""
+FP16_PEAK_EXPONENT = 13
+COPY_TILE = 1024
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_rows", "first_row"])
+def _logit_grad_kernel(
+    input,
+    weight,
+    bias,
+    smoothing_weight,
+    target,
+    row_max,
+    log_sum,
+    prob,
+    target_factor,
+    smoothing,
+    active,
+    factor,
+    out,
+    bias_partials,
+    num_tokens,
+    num_rows,
+    hidden,
+    input_stride_n,
+    input_stride_d,
+    weight_stride_v,
+    weight_stride_d,
+    out_stride_n,
+    first_row,
+    scale,
+    softcap,
+    HAS_BIAS: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SMOOTHING: tl.constexpr,
+    HAS_FACTOR: tl.constexpr,
+    STORE: tl.constexpr,
+    BIAS_GRAD: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    INNER: tl.constexpr,
+    GROUP: tl.constexpr,
+    EVEN_INNER: tl.constexpr,
+    TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    pid_n, pid_v = grouped_tile(tl.program_id(0), tl.cdiv(num_tokens, ROWS), tl.cdiv(num_rows, COLS), GROUP)
+    n0 = pid_n * ROWS
+    v0 = pid_v * COLS
+
+    # Small loads go before the product, which hides them.
+    o_n = n0 + tl.arange(0, ROWS)
+    o_v = v0 + tl.arange(0, COLS)
+    m_n = o_n < num_tokens
+    m_v = o_v < num_rows
+    b_target = tl.load(target + o_n, mask=m_n, other=-1) - first_row
+    m_hit = (b_target >= v0) & (b_target < v0 + COLS)
+    b_col = tl.where(m_hit, b_target - v0, -1).to(tl.int32)
+    b_max = tl.load(row_max + o_n, mask=m_n, other=0.0)
+    b_log2_sum = tl.load(log_sum + o_n, mask=m_n, other=0.0) * LOG2E
+    b_prob = tl.load(prob + o_n, mask=m_n, other=0.0)
+    b_target_factor = tl.load(target_factor + o_n, mask=m_n, other=0.0)
+    b_active = tl.load(active + o_n, mask=m_n, other=0).to(tl.int32)
+    b_bias = 0.0
+    if HAS_BIAS:
+        b_bias = tl.load(bias + o_v, mask=m_v, other=0.0).to(tl.float32)
+
+    b_z = row_products(
+        input, weight, n0, v0, num_tokens, num_rows, hidden,
+        input_stride_n, input_stride_d, weight_stride_v, weight_stride_d,
+        ROWS, COLS, INNER, EVEN_INNER, TMA, PRECISION,
+    )  # fmt: skip
+    b_z = finish_logits(b_z, b_bias, scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP)
+
+    b_g = b_prob[:, None] * tl.exp2((b_z - b_max[:, None]) * LOG2E - b_log2_sum[:, None])
+    if HAS_SMOOTHING:
+        b_smoothing = tl.load(smoothing + o_n, mask=m_n, other=0.0)
+        b_c = tl.load(smoothing_weight + o_v, mask=m_v, other=0.0)
+        b_g -= b_smoothing[:, None] * b_c[None, :]
+    if tl.max(m_hit.to(tl.int32), 0) > 0:  # few tiles hold a target of their tokens
+        m_target = b_col[:, None] == tl.arange(0, COLS)[None, :]
+        b_g = tl.where(m_target, b_g - b_target_factor[:, None], b_g)
+    if HAS_SOFTCAP:
+        b_ratio = b_z / softcap
+        b_g *= 1.0 - b_ratio * b_ratio
+    if HAS_SCALE:
+        b_g *= scale
+    if tl.min(b_active, 0) == 0:
+        b_g = tl.where((b_active != 0)[:, None], b_g, 0.0)
+
+    if BIAS_GRAD:
+        p_bias = bias_partials + pid_n.to(tl.int64) * num_rows + o_v
+        tl.store(p_bias, tl.sum(b_g, 0), mask=m_v)
+    if STORE:
+        if HAS_FACTOR:
+            b_g *= tl.load(factor)
+        if TMA:
+            out.store([n0, v0], b_g.to(out.dtype))
+        else:
+            p_out = out + o_n.to(tl.int64)[:, None] * out_stride_n + o_v[None, :]
+            tl.store(p_out, b_g.to(out.dtype.element_ty), mask=m_n[:, None] & m_v[None, :])
+
+
+@triton.jit(do_not_specialize=["num_tokens", "hidden"])
+def _select_tokens_kernel(
+    source,
+    active,
+    factor,
+    out,
+    num_tokens,
+    hidden,
+    source_stride_n,
+    source_stride_d,
+    HAS_FACTOR: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """``out = factor * source`` on active rows, 0 on the others; ``out`` is contiguous."""
+    o = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    m = o < num_tokens.to(tl.int64) * hidden
+    o_n = o // hidden
+    o_d = o % hidden
+    b = tl.load(source + o_n * source_stride_n + o_d * source_stride_d, mask=m, other=0.0).to(tl.float32)
+    if HAS_FACTOR:
+        b *= tl.load(factor)
+    b_active = tl.load(active + o_n, mask=m, other=0)
+    tl.store(out + o, tl.where(b_active != 0, b, 0.0).to(out.dtype.element_ty), mask=m)
+
+
+def _select_tokens(source: Tensor, active: Tensor, out: Tensor, factor: Tensor | None = None) -> Tensor:
+    num_tokens, hidden = source.shape
+    _select_tokens_kernel[(triton.cdiv(source.numel(), COPY_TILE),)](
+        source, active, factor, out, num_tokens, hidden, *source.stride(),
+        HAS_FACTOR=factor is not None, SIZE=COPY_TILE, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def gradients(
+    problem: LocalProblem,
+    logit_grad: LogitGradient,
+    request: GradientRequest,
+    on_input_grad: InputGradReady,
+    *,
+    allow_tma: bool = True,
+    library: bool | None = None,
+) -> Tensor | None:
+    """The contract's ``gradients``.
+
+    Args:
+        allow_tma: whether tensor memory descriptors may be used where they can.
+        library: forces the products' way, see :func:`.matmul.product`.
+    """
+    if problem.num_tokens == 0 or problem.num_rows == 0:
+        return _nothing_to_reduce(problem, request, on_input_grad)
+    operands = LogitOperands.prepare(problem, allow_tma=allow_tma)
+    plan = _Plan.make(problem, operands, request)
+    return _Backward(problem, operands, logit_grad, request, plan, library).run(on_input_grad)
+
+
+def _nothing_to_reduce(problem: LocalProblem, request: GradientRequest, on_input_grad: InputGradReady) -> Tensor | None:
+    if request.weight is not None and not request.weight.accumulate:
+        request.weight.buffer.zero_()
+    if request.input_dtype is not None:
+        on_input_grad(torch.zeros_like(problem.input, dtype=request.input_dtype, memory_format=torch.contiguous_format))
+    return problem.weight.new_zeros(problem.num_rows, dtype=torch.float32) if request.bias else None
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Memory of one backward pass.
+
+    Attributes:
+        slab: classifier rows at a time.
+        accumulator: whether grad E needs an fp32 accumulator beside its result.
+        scratch: whether the copy of E needs memory of its own.
+    """
+
+    slab: int
+    accumulator: bool
+    scratch: bool
+
+    @classmethod
+    def make(cls, problem: LocalProblem, operands: LogitOperands, request: GradientRequest) -> _Plan:
+        """
+        Raises:
+            ValueError: the workspace does not hold what is needed for one tile of classifier rows.
+        """
+        num_tokens, hidden, tile = problem.num_tokens, problem.hidden_size, operands.tile
+        dtype = problem.input.dtype
+        wants_input = request.input_dtype is not None
+        accumulator = wants_input and request.input_dtype != torch.float32
+        scratch = request.weight is not None and not (accumulator and request.input_dtype == dtype)
+        fixed = allocated(
+            num_tokens * hidden * FP32_BYTES * accumulator,
+            num_tokens * hidden * dtype.itemsize * scratch,
+        )
+        fixed += 8 * allocated(num_tokens * FP32_BYTES)  # copies of strided vectors; what fp16's factor is made from
+        row_tiles = triton.cdiv(num_tokens, tile.rows)
+        per_row = num_tokens * dtype.itemsize * (wants_input or request.weight is not None)
+        per_row += row_tiles * FP32_BYTES * request.bias
+        slop = 2 * ALLOCATION
+        if problem.workspace is None:
+            budget = max(SLAB_BYTES, fixed // 2 if accumulator else 0)
+        else:
+            budget = problem.workspace - fixed - slop
+            least = fixed + slop + per_row * tile.cols
+            if problem.workspace < least:
+                raise workspace_too_small(problem.workspace, least, num_tokens, problem.num_rows, hidden)
+        most = max(1, budget // max(1, per_row * tile.cols)) * tile.cols
+        slabs = triton.cdiv(problem.num_rows, most)
+        even = triton.cdiv(triton.cdiv(problem.num_rows, slabs), tile.cols) * tile.cols
+        return cls(even, accumulator, scratch)
+
+
+class _Backward:
+    """One backward pass over all slabs."""
+
+    def __init__(
+        self,
+        problem: LocalProblem,
+        operands: LogitOperands,
+        logit_grad: LogitGradient,
+        request: GradientRequest,
+        plan: _Plan,
+        library: bool | None,
+    ) -> None:
+        self.problem = problem
+        self.operands = operands
+        self.request = request
+        self.plan = plan
+        self.library = library
+        self.active = logit_grad.active.contiguous()
+        self.vectors = (
+            logit_grad.max.contiguous(),
+            logit_grad.log_sum.contiguous(),
+            logit_grad.prob.contiguous(),
+            logit_grad.target.contiguous(),
+            None if logit_grad.smoothing is None else logit_grad.smoothing.contiguous(),
+            self.active,
+        )
+        self.factor, self.inverse_factor = self._factors(logit_grad)
+
+        shape = problem.input.shape
+        new = problem.input.new_empty
+        self.store = request.input_dtype is not None or request.weight is not None
+        self.logit_grads = new((shape[0], plan.slab)) if self.store else None
+        self.bias_grad = new(problem.num_rows, dtype=torch.float32) if request.bias else None
+        row_tiles = triton.cdiv(shape[0], operands.tile.rows)
+        self.bias_partials = new(row_tiles * plan.slab, dtype=torch.float32) if request.bias else None
+        self.input_grad = None if request.input_dtype is None else new(shape, dtype=request.input_dtype)
+        self.accumulator = new(shape, dtype=torch.float32) if plan.accumulator else self.input_grad
+        self.safe_input: Tensor | None = None
+        if request.weight is not None:
+            self.safe_input = self._safe_input(new(shape) if plan.scratch else self.input_grad)
+
+    def _factors(self, logit_grad: LogitGradient) -> tuple[Tensor | None, Tensor | None]:
+        """The power of two for fp16's G, and its inverse; None for other dtypes."""
+        if self.problem.input.dtype != torch.float16:
+            return None, None
+        bound = torch.maximum(logit_grad.prob.abs(), logit_grad.target.abs())
+        if logit_grad.smoothing is not None and self.problem.smoothing_weight is not None:
+            bound = torch.maximum(bound, logit_grad.smoothing.abs() * self.problem.smoothing_weight.abs().max())
+        largest = torch.where(logit_grad.active & bound.isfinite(), bound, 0.0).max() * abs(self.problem.logit_scale)
+        exponent = torch.frexp(largest).exponent.clamp(-100, 100)
+        return _power_of_two(FP16_PEAK_EXPONENT - exponent), _power_of_two(exponent - FP16_PEAK_EXPONENT)
+
+    def _safe_input(self, out: Tensor | None) -> Tensor:
+        assert out is not None
+        return _select_tokens(self.problem.input, self.active, out)
+
+    def run(self, on_input_grad: InputGradReady) -> Tensor | None:
+        for start, stop in self._slabs():
+            logit_grads = self._logit_grads(start, stop)
+            if self.request.input_dtype is not None:
+                self._add_input_grad(logit_grads, start, stop)
+                if stop == self.problem.num_rows:
+                    on_input_grad(self._finish_input_grad())
+            if self.request.weight is not None:
+                self._write_weight_grad(logit_grads, start, stop)
+        return self.bias_grad
+
+    def _slabs(self) -> Iterator[tuple[int, int]]:
+        num_rows = self.problem.num_rows
+        for start in range(0, num_rows if self.store or self.request.bias else 0, self.plan.slab):
+            yield start, min(start + self.plan.slab, num_rows)
+
+    def _logit_grads(self, start: int, stop: int) -> Tensor | None:
+        operands = self.operands.slab(start, stop)
+        out = None if self.logit_grads is None else self.logit_grads[:, : stop - start]
+        row_tiles = triton.cdiv(operands.num_tokens, operands.tile.rows)
+        col_tiles = triton.cdiv(stop - start, operands.tile.cols)
+        handle: object = out
+        if operands.tma and out is not None:
+            handle = TensorDescriptor.from_tensor(out, [operands.tile.rows, operands.tile.cols])
+        _logit_grad_kernel[(row_tiles * col_tiles,)](
+            *operands.handles(), operands.bias, operands.smoothing_weight, operands.target,
+            *self.vectors, self.factor, handle, self.bias_partials,
+            *operands.sizes(), self.plan.slab, start, operands.scale, operands.softcap or 1.0,
+            HAS_FACTOR=self.factor is not None, STORE=self.store, BIAS_GRAD=self.bias_partials is not None,
+            **operands.flags(),
+        )  # fmt: skip
+        if self.bias_grad is not None and self.bias_partials is not None:
+            sums = self.bias_partials[: row_tiles * (stop - start)].view(row_tiles, stop - start)
+            torch.sum(sums, 0, out=self.bias_grad[start:stop])
+        return out
+
+    def _add_input_grad(self, logit_grads: Tensor | None, start: int, stop: int) -> None:
+        assert logit_grads is not None
+        assert self.accumulator is not None
+        weight = self.problem.weight[start:stop]
+        product(self.accumulator, logit_grads, weight, accumulate=start > 0, library=self.library)
+
+    def _finish_input_grad(self) -> Tensor:
+        """Round the sum into the result, and move the copy of E, which was there, to the accumulator's memory."""
+        assert self.accumulator is not None
+        assert self.input_grad is not None
+        _select_tokens(self.accumulator, self.active, self.input_grad, self.inverse_factor)
+        if self.request.weight is not None and not self.plan.scratch:
+            memory = self.accumulator.view(-1).view(self.problem.input.dtype)
+            self.safe_input = self._safe_input(memory[: self.input_grad.numel()].view_as(self.input_grad))
+        return self.input_grad
+
+    def _write_weight_grad(self, logit_grads: Tensor | None, start: int, stop: int) -> None:
+        assert logit_grads is not None
+        assert self.safe_input is not None
+        assert self.request.weight is not None
+        product(
+            self.request.weight.buffer[start:stop],
+            logit_grads.T,
+            self.safe_input,
+            accumulate=self.request.weight.accumulate,
+            factor=self.inverse_factor,
+            library=self.library,
+        )
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """``2 ** exponent`` without rounding, built from its bits."""
+    return ((exponent.to(torch.int32) + 127) << 23).view(torch.float32)

@@ -1,0 +1,112 @@
+"""Tile configurations, and the predicates that choose between the ways of running a kernel.
+
+A configuration is looked up from the architecture, the dtype and the shape class; nothing is tuned at run time, so two
+ranks never pick differently and the first call computes what every later one does.
+
+The forward and the gradient kernel share one configuration: the gradient recomputes a logit with the same products in
+the same order, so that ``p - 1`` at a confident target is a difference of equal roundings.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+from torch import Tensor
+from triton.runtime.interpreter import InterpretedFunction
+
+try:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:  # Triton < 3.4
+    TensorDescriptor = None
+
+HOPPER = (9, 0)
+ALIGNMENT = 16
+"""Bytes to which the tensor memory accelerator wants bases and strides aligned."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Launch options of a kernel whose inner loop is a tile of a matrix product.
+
+    Attributes:
+        rows: rows of the left operand per program (tokens, for logits).
+        cols: columns of the product per program (classifier rows, for logits).
+        inner: length of the contraction per step of the loop.
+        warps: warps per program.
+        stages: steps of the loop in flight.
+        group: tiles of rows that are walked together, so that they share the other operand in the L2 cache.
+    """
+
+    rows: int
+    cols: int
+    inner: int
+    warps: int
+    stages: int
+    group: int = 16
+
+
+_HOPPER_16BIT = Tile(128, 256, 64, warps=8, stages=3)
+_HOPPER_16BIT_FEW_ROWS = Tile(64, 256, 64, warps=4, stages=4)
+_16BIT = Tile(128, 128, 32, warps=8, stages=3, group=8)
+_TF32 = Tile(128, 128, 32, warps=8, stages=2, group=8)
+_IEEE = Tile(64, 64, 32, warps=4, stages=2, group=8)
+_INTERPRETER = Tile(16, 32, 16, warps=1, stages=1, group=2)
+
+
+@triton.jit
+def _probe() -> None:
+    pass
+
+
+INTERPRETED = isinstance(_probe, InterpretedFunction)
+"""Whether Triton's interpreter runs the kernels: ``TRITON_INTERPRET=1`` was set when they were imported."""
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
+def product_precision(dtype: torch.dtype) -> str:
+    """``input_precision`` of ``tl.dot``: fp32 follows torch's switch, and 16-bit products are exact anyway."""
+    if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
+        return "tf32"
+    return "ieee"
+
+
+def can_use_tma(tensor: Tensor) -> bool:
+    """Whether tiles of a matrix can be copied by the tensor memory accelerator, through a host-side descriptor."""
+    if TensorDescriptor is None or not has_tma(tensor.device):
+        return False
+    return (
+        tensor.dim() == 2
+        and tensor.numel() > 0
+        and tensor.stride(1) == 1
+        and 0 < tensor.stride(0) * tensor.element_size() < 2**40
+        and tensor.stride(0) * tensor.element_size() % ALIGNMENT == 0
+        and tensor.stride(0) >= tensor.shape[1]
+        and tensor.data_ptr() % ALIGNMENT == 0
+        and max(tensor.shape) < 2**31
+    )
+
+
+def has_tma(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.version.hip is None and capability(device) >= HOPPER
+
+
+def logit_tile(device: torch.device, dtype: torch.dtype, num_tokens: int, tma: bool) -> Tile:
+    """The configuration of the kernels that compute logits."""
+    if INTERPRETED:
+        return _INTERPRETER
+    if dtype == torch.float32:
+        return _TF32 if product_precision(dtype) == "tf32" else _IEEE
+    if tma and capability(device) >= HOPPER:
+        return _HOPPER_16BIT_FEW_ROWS if num_tokens <= 64 else _HOPPER_16BIT
+    return _16BIT
+
+
+def product_tile(device: torch.device, dtype: torch.dtype, tma: bool) -> Tile:
+    """The configuration of :mod:`cce_tp.kernels.matmul`'s own product."""
+    tile = logit_tile(device, dtype, 2**31, tma)
+    return replace(tile, group=8) if tma else tile

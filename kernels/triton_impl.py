@@ -1,0 +1,83 @@
+"""The local implementation in Triton: the contract's two steps, on the device of the operands."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from . import exact, forward
+from .interface import GradientRequest, InputGradReady, LocalProblem, LogitGradient, Partials
+from .logits import LogitOperands
+from .tiles import INTERPRETED
+
+OLDEST_GPU = (8, 0)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def availability(device: torch.device, dtype: torch.dtype) -> str | None:
+    """None where the implementation runs, else one sentence saying why it does not."""
+    if dtype not in DTYPES:
+        return f"the Triton kernels take bfloat16, float16 and float32, not {str(dtype).removeprefix('torch.')}."
+    if INTERPRETED:
+        if dtype != torch.float32:
+            return "Triton's interpreter (TRITON_INTERPRET=1) runs the kernels in float32 only."
+        return None
+    if device.type != "cuda":
+        return f"the Triton kernels need a GPU, or TRITON_INTERPRET=1; the input is on {device.type}."
+    if torch.version.hip is None and torch.cuda.get_device_capability(device) < OLDEST_GPU:
+        major, minor = torch.cuda.get_device_capability(device)
+        return f"the Triton kernels need compute capability 8.0 or newer; {device} has {major}.{minor}."
+    return None
+
+
+class TritonImplementation:
+    """Stateless; ``options`` of tests reach the kernels' alternatives.
+
+    Args:
+        allow_tma: whether tensor memory descriptors may be used where they can.
+        library: None to choose between the library's products and the package's own, or which of them to force.
+    """
+
+    name = "triton"
+
+    def __init__(self, *, allow_tma: bool = True, library: bool | None = None) -> None:
+        self.allow_tma = allow_tma
+        self.library = library
+
+    @torch.no_grad()
+    def partials(self, problem: LocalProblem, *, stats: bool) -> Partials:
+        _check(problem)
+        with _on_device(problem.input):
+            operands = LogitOperands.prepare(problem, allow_tma=self.allow_tma)
+            return forward.partials(operands, stats=stats, workspace=problem.workspace)
+
+    @torch.no_grad()
+    def gradients(
+        self,
+        problem: LocalProblem,
+        logit_grad: LogitGradient,
+        request: GradientRequest,
+        on_input_grad: InputGradReady,
+    ) -> Tensor | None:
+        _check(problem)
+        # Under autocast, torch's products would cast fp32 operands.
+        with _on_device(problem.input), torch.autocast(problem.input.device.type, enabled=False):
+            return exact.gradients(
+                problem, logit_grad, request, on_input_grad, allow_tma=self.allow_tma, library=self.library
+            )
+
+
+def _check(problem: LocalProblem) -> None:
+    reason = availability(problem.input.device, problem.input.dtype)
+    if reason is not None:
+        raise ValueError(f"implementation 'triton' cannot run here: {reason}")
+
+
+def _on_device(tensor: Tensor) -> AbstractContextManager[object]:
+    """Kernels are launched on the current device, which need not be the operands'."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+
+
+TRITON = TritonImplementation()

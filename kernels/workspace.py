@@ -1,0 +1,19 @@
+"""Bookkeeping of what the Triton kernels' launchers allocate beside their results."""
+
+from __future__ import annotations
+
+FP32_BYTES = 4
+ALLOCATION = 512
+"""torch's caching allocator hands out memory in multiples of this."""
+
+
+def allocated(*sizes: int) -> int:
+    """Bytes that buffers of these sizes take from the allocator."""
+    return sum(-(-size // ALLOCATION) * ALLOCATION for size in sizes)
+
+
+def workspace_too_small(workspace: int, least: int, num_tokens: int, num_rows: int, hidden: int) -> ValueError:
+    return ValueError(
+        f"workspace={workspace} is too small: the triton implementation needs at least {least} bytes "
+        f"for {num_tokens} tokens of size {hidden} and {num_rows} classifier rows"
+    )
