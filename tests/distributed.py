@@ -166,8 +166,11 @@ class Pool:
         """What every rank answered. Where only some raised, the others may lag behind: the pool starts afresh."""
         self.start()
         message = pickle.dumps((size, task, args))
-        for worker in self._workers[:size]:
-            worker.connection.send_bytes(message)
+        for rank, worker in enumerate(self._workers[:size]):
+            try:
+                worker.connection.send_bytes(message)
+            except ConnectionError:
+                self._fail(f"rank {rank} died after its last task", {})
         outcomes = self._answers(size, timeout)
         if len({outcome.error is None for outcome in outcomes}) > 1:
             self.stop()

@@ -240,7 +240,7 @@ def pytorch_error(problem: Problem) -> tuple[float, float, float]:
     assert rows.grad is not None
     assert weight.grad is not None
     return (
-        abs(float(loss) - float(exact.loss)),
+        abs(float(loss.detach()) - float(exact.loss)),
         relative_error(rows.grad, exact.grad_input),
         relative_error(weight.grad, exact.grad_weight),
     )
