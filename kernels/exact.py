@@ -33,7 +33,7 @@ from torch import Tensor
 from .interface import GradientRequest, InputGradReady, LocalProblem, LogitGradient
 from .logits import LOG2E, LogitOperands, finish_logits, grouped_tile, row_products
 from .matmul import product
-from .tiles import TensorDescriptor
+from .tiles import FEWEST_ROWS, TensorDescriptor, extreme_tile
 from .workspace import ALLOCATION, FP32_BYTES, allocated, workspace_too_small
 
 SLAB_BYTES = 80 * 2**20
@@ -43,7 +43,7 @@ COPY_TILE = 1024
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_rows", "first_row"])
-def _logit_grad_kernel(
+def _logit_grad_kernel(  # type: ignore[no-untyped-def]
     input,
     weight,
     bias,
@@ -142,7 +142,7 @@ def _logit_grad_kernel(
 
 
 @triton.jit(do_not_specialize=["num_tokens", "hidden"])
-def _select_tokens_kernel(
+def _select_tokens_kernel(  # type: ignore[no-untyped-def]
     source,
     active,
     factor,
@@ -227,29 +227,45 @@ class _Plan:
         """
         num_tokens, hidden, tile = problem.num_tokens, problem.hidden_size, operands.tile
         dtype = problem.input.dtype
-        wants_input = request.input_dtype is not None
-        accumulator = wants_input and request.input_dtype != torch.float32
-        scratch = request.weight is not None and not (accumulator and request.input_dtype == dtype)
-        fixed = allocated(
-            num_tokens * hidden * FP32_BYTES * accumulator,
-            num_tokens * hidden * dtype.itemsize * scratch,
-        )
-        fixed += 8 * allocated(num_tokens * FP32_BYTES)  # copies of strided vectors; what fp16's factor is made from
-        row_tiles = triton.cdiv(num_tokens, tile.rows)
-        per_row = num_tokens * dtype.itemsize * (wants_input or request.weight is not None)
-        per_row += row_tiles * FP32_BYTES * request.bias
-        slop = 2 * ALLOCATION
+        accumulator = request.input_dtype is not None and request.input_dtype != torch.float32
+        in_result = accumulator and request.input_dtype is not None and request.input_dtype.itemsize == dtype.itemsize
+        scratch = request.weight is not None and not in_result
+        fixed = _fixed_bytes(num_tokens, hidden, dtype, accumulator=accumulator, scratch=scratch)
+        stored = request.input_dtype is not None or request.weight is not None
+        per_row = _bytes_per_row(num_tokens, dtype if stored else None, tile.rows if request.bias else None)
         if problem.workspace is None:
             budget = max(SLAB_BYTES, fixed // 2 if accumulator else 0)
         else:
-            budget = problem.workspace - fixed - slop
-            least = fixed + slop + per_row * tile.cols
-            if problem.workspace < least:
+            budget = problem.workspace - fixed
+            if budget < per_row * tile.cols:
+                least = fixed + per_row * tile.cols
                 raise workspace_too_small(problem.workspace, least, num_tokens, problem.num_rows, hidden)
         most = max(1, budget // max(1, per_row * tile.cols)) * tile.cols
         slabs = triton.cdiv(problem.num_rows, most)
         even = triton.cdiv(triton.cdiv(problem.num_rows, slabs), tile.cols) * tile.cols
         return cls(even, accumulator, scratch)
+
+
+def _fixed_bytes(num_tokens: int, hidden: int, dtype: torch.dtype, *, accumulator: bool, scratch: bool) -> int:
+    """What a backward pass needs whatever the width of its slabs."""
+    size = num_tokens * hidden
+    matrices = allocated(size * FP32_BYTES * accumulator, size * dtype.itemsize * scratch)
+    vectors = 8 * allocated(num_tokens * FP32_BYTES)  # copies of strided ones; what fp16's factor is made from
+    return matrices + vectors + 2 * ALLOCATION
+
+
+def _bytes_per_row(num_tokens: int, stored: torch.dtype | None, bias_tile_rows: int | None) -> int:
+    """What each classifier row of a slab takes: its column of G, and of the partial sums of the bias gradient."""
+    column = 0 if stored is None else num_tokens * stored.itemsize
+    return column + (0 if bias_tile_rows is None else triton.cdiv(num_tokens, bias_tile_rows) * FP32_BYTES)
+
+
+def least_workspace(num_tokens: int, hidden: int, dtype: torch.dtype) -> int:
+    """Enough for any request on any device."""
+    tile = extreme_tile(dtype)
+    # 16-bit inputs: an fp32 accumulator, or a copy of half its size. fp32 inputs with a 16-bit result: both.
+    fixed = _fixed_bytes(num_tokens, hidden, dtype, accumulator=True, scratch=dtype == torch.float32)
+    return fixed + _bytes_per_row(num_tokens, dtype, FEWEST_ROWS) * tile.cols
 
 
 class _Backward:
@@ -291,7 +307,8 @@ class _Backward:
         self.accumulator = new(shape, dtype=torch.float32) if plan.accumulator else self.input_grad
         self.safe_input: Tensor | None = None
         if request.weight is not None:
-            self.safe_input = self._safe_input(new(shape) if plan.scratch else self.input_grad)
+            memory = new(shape) if plan.scratch or self.input_grad is None else self.input_grad
+            self.safe_input = self._safe_input(memory.view(problem.input.dtype))
 
     def _factors(self, logit_grad: LogitGradient) -> tuple[Tensor | None, Tensor | None]:
         """The power of two for fp16's G, and its inverse; None for other dtypes."""
@@ -304,8 +321,7 @@ class _Backward:
         exponent = torch.frexp(largest).exponent.clamp(-100, 100)
         return _power_of_two(FP16_PEAK_EXPONENT - exponent), _power_of_two(exponent - FP16_PEAK_EXPONENT)
 
-    def _safe_input(self, out: Tensor | None) -> Tensor:
-        assert out is not None
+    def _safe_input(self, out: Tensor) -> Tensor:
         return _select_tokens(self.problem.input, self.active, out)
 
     def run(self, on_input_grad: InputGradReady) -> Tensor | None:

@@ -24,16 +24,19 @@ from torch import Tensor
 
 from .interface import Partials
 from .logits import LOG2E, LogitOperands, finish_logits, grouped_tile, row_products
+from .tiles import FEWEST_COLS, extreme_tile
 from .workspace import ALLOCATION, FP32_BYTES, allocated, workspace_too_small
 
 PARTIALS_BYTES = 16 * 2**20
 """Default size of the partials buffer: beyond it, tokens are taken in chunks."""
+MOST_VALUES = 5
+"""Maximum, sum, smoothing, entropy, argmax: what one tile may have to say about a token."""
 FOLD_TOKENS = 16
 FOLD_TILES = 64
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_rows"])
-def _partials_kernel(
+def _partials_kernel(  # type: ignore[no-untyped-def]
     input,
     weight,
     bias,
@@ -118,7 +121,7 @@ def _partials_kernel(
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_tiles"])
-def _fold_kernel(
+def _fold_kernel(  # type: ignore[no-untyped-def]
     partials,
     partial_argmax,
     smoothing_mass,
@@ -221,6 +224,13 @@ def partials(operands: LogitOperands, *, stats: bool, workspace: int | None) -> 
             HAS_SMOOTHING=smoothing, STATS=stats, ROWS=FOLD_TOKENS, TILES=FOLD_TILES, num_warps=4,
         )  # fmt: skip
     return results
+
+
+def least_workspace(num_tokens: int, num_rows: int, dtype: torch.dtype) -> int:
+    """Enough for any options on any device."""
+    num_tiles = triton.cdiv(num_rows, FEWEST_COLS)
+    rows = min(extreme_tile(dtype).rows, num_tokens)
+    return allocated(MOST_VALUES * num_tiles * rows * FP32_BYTES, num_tiles * FP32_BYTES) + ALLOCATION
 
 
 def _folded(results: Partials) -> tuple[Tensor | None, ...]:

@@ -24,7 +24,7 @@ LIBRARY_WIDENS = hasattr(torch.ops.aten.addmm, "dtype_out") and hasattr(torch.op
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_cols", "inner"])
-def _product_kernel(
+def _product_kernel(  # type: ignore[no-untyped-def]
     a,
     b,
     out,

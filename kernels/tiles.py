@@ -106,6 +106,16 @@ def logit_tile(device: torch.device, dtype: torch.dtype, num_tokens: int, tma: b
     return _16BIT
 
 
+def extreme_tile(dtype: torch.dtype) -> Tile:
+    """The most rows and the most columns that a configuration for ``dtype`` has, on any device."""
+    return _TF32 if dtype == torch.float32 else _HOPPER_16BIT
+
+
+FEWEST_COLS = min(_INTERPRETER.cols, _IEEE.cols) if INTERPRETED else _IEEE.cols
+FEWEST_ROWS = min(_INTERPRETER.rows, _IEEE.rows) if INTERPRETED else _IEEE.rows
+"""The fewest columns, and rows, of any configuration."""
+
+
 def product_tile(device: torch.device, dtype: torch.dtype, tma: bool) -> Tile:
     """The configuration of :mod:`cce_tp.kernels.matmul`'s own product."""
     tile = logit_tile(device, dtype, 2**31, tma)

@@ -46,6 +46,13 @@ class TritonImplementation:
         self.allow_tma = allow_tma
         self.library = library
 
+    def least_workspace(self, num_tokens: int, hidden_size: int, num_rows: int, dtype: torch.dtype) -> int:
+        if num_tokens == 0 or num_rows == 0:
+            return 0
+        return max(
+            forward.least_workspace(num_tokens, num_rows, dtype), exact.least_workspace(num_tokens, hidden_size, dtype)
+        )
+
     @torch.no_grad()
     def partials(self, problem: LocalProblem, *, stats: bool) -> Partials:
         _check(problem)

@@ -92,6 +92,7 @@ def test_least_workspace() -> None:
     expected = expected_gradients(problem, grad)
     assert relative_error(actual.input, expected.input) < 1e-5
     assert relative_error(actual.weight, expected.weight) < 1e-5
+    assert TRITON.least_workspace(spec.tokens, spec.hidden, spec.rows, spec.dtype) >= least
 
 
 @pytest.mark.parametrize("input_dtype", [torch.float32, torch.bfloat16])
