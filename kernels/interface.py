@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -147,6 +147,38 @@ class GradientRequest:
     bias: bool
 
 
+@dataclass(frozen=True)
+class SamplingPlan:
+    """What the decisions of one call depend on, beside the logits.
+
+    Attributes:
+        eps: entries with ``exp(z - r) >= eps`` are certain.
+        budget: most entries a token may keep, beside hot rows and its target.
+        seed: int64 ``[1]`` on the device.
+        anchor: r, fp32 ``[N]``.
+        active: bool ``[N]``; other tokens keep nothing.
+        hot: ``[H]`` int64, this rank's rows that are hot; -1 for those that another rank holds.
+        first_id: vocabulary id of this rank's row 0.
+    """
+
+    eps: float
+    budget: int
+    seed: Tensor
+    anchor: Tensor
+    active: Tensor
+    hot: Tensor
+    first_id: int
+
+
+class Selection(Protocol):
+    """Which entries the forward pass kept; its form is the implementation's own."""
+
+    @property
+    def kept(self) -> Tensor:
+        """How many entries the backward pass will use, hot rows and targets not counted: int64 ``[]``."""
+        ...
+
+
 InputGradReady = Callable[[Tensor], None]
 """Called once with this rank's part of the gradient of E, ``[N, D]``, as soon as it is complete: the caller starts its
 reduction over the group there, behind what is left of the weight gradient."""
@@ -173,4 +205,27 @@ class LocalImplementation(Protocol):
         on_input_grad: InputGradReady,
     ) -> Tensor | None:
         """Exact gradients of E (through ``on_input_grad``), C (into its buffer) and b (returned, fp32 ``[V]``)."""
+        ...
+
+
+class SamplingImplementation(LocalImplementation, Protocol):
+    """A local implementation that has the sampled backward as well."""
+
+    def select(self, problem: LocalProblem, plan: SamplingPlan, *, stats: bool) -> tuple[Partials, Selection]:
+        """``partials``, and the entries of the softmax that the sampled backward keeps (see ``sampling``)."""
+        ...
+
+    def sampled_gradients(
+        self,
+        problem: LocalProblem,
+        plan: SamplingPlan,
+        selection: Any,
+        logit_grad: LogitGradient,
+        request: GradientRequest,
+        on_input_grad: InputGradReady,
+    ) -> Tensor | None:
+        """As ``gradients``, unbiased, from the entries kept. With ``accumulate`` only rows of C that occur are touched.
+
+        ``selection`` is what this implementation's ``select`` returned.
+        """
         ...

@@ -10,7 +10,7 @@ is summed over slabs in fp32, that of C over token blocks in fp32; each is round
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -164,6 +164,33 @@ def _store_weight_grad(destination: WeightGradBuffer, slab: slice, value: Tensor
         rows.copy_(value)
 
 
+def _slab_masses(problem: LocalProblem, blocks: _Blocks) -> Tensor | None:
+    c = problem.smoothing_weight
+    if c is None:
+        return None
+    return torch.stack([c[slab].sum() for slab in blocks.slabs(problem.num_rows)])[:, None]
+
+
+def walk(
+    problem: LocalProblem, *, stats: bool, visit: Callable[[Tensor, slice, slice], None] | None = None
+) -> Partials:
+    """The forward pass. ``visit(z, tokens, rows)`` sees every block of final logits before it is reduced."""
+    if problem.num_rows == 0 or problem.num_tokens == 0:
+        return empty_partials(problem, stats)
+    blocks = _choose_blocks(problem)
+    done = []
+    for block in blocks.token_blocks(problem.num_tokens):
+        tokens = problem.input[block].float()
+        pieces = []
+        for slab in blocks.slabs(problem.num_rows):
+            z = _cap(_raw_logits(problem, tokens, problem.weight[slab].float(), slab), problem.softcap)
+            if visit is not None:
+                visit(z, block, slab)
+            pieces.append(_reduce_block(problem, z, block, slab, stats))
+        done.append(fold(_stack(pieces, 0, "stack"), _slab_masses(problem, blocks)))
+    return _stack(done, 0, "cat")
+
+
 class TorchImplementation:
     """Chunked plain PyTorch; see the module's docstring."""
 
@@ -173,25 +200,7 @@ class TorchImplementation:
         return _accumulator_bytes(num_tokens, hidden_size) + _block_bytes(_LEAST_TOKENS, _LEAST_COLUMNS, hidden_size)
 
     def partials(self, problem: LocalProblem, *, stats: bool) -> Partials:
-        if problem.num_rows == 0 or problem.num_tokens == 0:
-            return empty_partials(problem, stats)
-        blocks = _choose_blocks(problem)
-        done = []
-        for block in blocks.token_blocks(problem.num_tokens):
-            tokens = problem.input[block].float()
-            pieces = []
-            for slab in blocks.slabs(problem.num_rows):
-                z = _cap(_raw_logits(problem, tokens, problem.weight[slab].float(), slab), problem.softcap)
-                pieces.append(_reduce_block(problem, z, block, slab, stats))
-            done.append(fold(_stack(pieces, 0, "stack"), self._slab_masses(problem, blocks)))
-        return _stack(done, 0, "cat")
-
-    @staticmethod
-    def _slab_masses(problem: LocalProblem, blocks: _Blocks) -> Tensor | None:
-        c = problem.smoothing_weight
-        if c is None:
-            return None
-        return torch.stack([c[slab].sum() for slab in blocks.slabs(problem.num_rows)])[:, None]
+        return walk(problem, stats=stats)
 
     def gradients(
         self,

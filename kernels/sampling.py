@@ -1,0 +1,198 @@
+"""The sampled backward's decisions: which entries of the softmax's gradient are kept, and what they then weigh.
+
+An entry (token n, vocabulary id v) of p is kept with probability ``pi = min(1, exp(z_nv - r_n) / eps)`` and, if kept,
+stands for ``p / pi``; so the expectation of the sparse gradient is the exact one. r, the *anchor*, is any number close
+to the token's LSE that is known before the logits are: it decides how many entries are kept, never what they add up to.
+
+Three kinds of entries are not left to chance:
+
+- the *hot rows*: the classifier rows that are the batch's most frequent targets. They hold most of the mass, so their
+  part of the gradient is computed densely (a small matrix product), and they serve to estimate r;
+- every token's own target;
+- label smoothing, which without a softcap is a product of two vectors.
+
+Numerics. Randomness is a hash of (seed, token, *global* vocabulary id), so a decision depends neither on the number of
+ranks nor on the tiles. ``u`` has 23 bits and is compared as a float in [1, 2): ``u + 1 < fl(1 + pi)``. The probability
+of that is exactly ``fl(1 + pi) - 1``, which is therefore what the weight divides by; below ``pi = 2^-24`` nothing is
+kept.
+
+Lists are bounded without a look at the data: a token that kept more than its budget of entries keeps a systematic
+sample of them, entry i iff ``(i b + phi) mod count < b`` for one uniform phi a token, and its weights take the factor
+``count / b``. Nothing is ever truncated.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .interface import LocalProblem
+
+GOLDEN = 0x9E3779B1
+MIX_1 = 0x7FEB352D
+MIX_2 = 0x846CA68B
+SCRAMBLE = 0x85EBCA77
+TOKEN_SALT = 0x2545F491
+ID_SALT = 0x3C6EF372
+PHASE_SALT = 0x1B56C4E9
+_MASK = 0xFFFFFFFF
+
+COLD_ROWS = 1024
+"""Rows outside the hot ones whose mean logit stands for all the others in the anchor."""
+_ANCHOR_TOKENS = 1024
+_LARGEST_EXPONENT = 600.0
+
+
+@dataclass(frozen=True)
+class HotRows:
+    """The most frequent targets of a batch; the same on every rank.
+
+    Attributes:
+        ids: ``[H]`` int64, distinct vocabulary ids.
+        is_hot: ``[V]`` bool over the whole vocabulary.
+    """
+
+    ids: Tensor
+    is_hot: Tensor
+
+
+def mix(x: Tensor) -> Tensor:
+    """A bijection of 32-bit integers in which every input bit flips about half the output's (int64 tensors)."""
+    x = x & _MASK
+    x = x ^ (x >> 16)
+    x = (x * MIX_1) & _MASK
+    x = x ^ (x >> 15)
+    x = (x * MIX_2) & _MASK
+    return x ^ (x >> 16)
+
+
+def token_hash(seed: Tensor, tokens: Tensor) -> Tensor:
+    """One 32-bit hash a token; ``tokens`` are numbers within the batch, int64."""
+    low, high = seed & _MASK, (seed >> 32) & _MASK
+    return mix(mix(tokens * GOLDEN + low) + high + TOKEN_SALT)
+
+
+def id_hash(seed: Tensor, ids: Tensor) -> Tensor:
+    """One 32-bit hash a vocabulary id, int64."""
+    return mix(ids * GOLDEN + ID_SALT + (seed & _MASK))
+
+
+def uniform_in_1_2(token: Tensor, column: Tensor) -> Tensor:
+    """The entry's random number, fp32 in [1, 2) with 23 bits. Broadcasts."""
+    x = ((token ^ column) * GOLDEN) & _MASK
+    x = x ^ (x >> 15)
+    x = (x * SCRAMBLE) & _MASK
+    return ((x >> 9) | 0x3F800000).to(torch.int32).view(torch.float32)
+
+
+def inclusion(z: Tensor, anchor: Tensor, eps: float) -> Tensor:
+    """``fl(1 + exp(z - r) / eps)``, at most 2: what the random number in [1, 2) is compared with."""
+    return torch.exp((z - anchor) - math.log(eps)).clamp(max=1.0) + 1.0
+
+
+def thinned(position: Tensor, count: Tensor, budget: Tensor, phase: Tensor) -> tuple[Tensor, Tensor]:
+    """Systematic sampling of ``budget`` of ``count`` entries.
+
+    Returns:
+        Whether the entry at ``position`` stays, and its place among those that do.
+    """
+    running = position * budget + phase
+    stays = running % count.clamp(min=1) < budget
+    place = running // count.clamp(min=1) - (phase >= budget).to(running.dtype)
+    return stays, place
+
+
+def phase(token: Tensor, count: Tensor) -> Tensor:
+    """Where a token's systematic sample begins: uniform in ``[0, count)``; ``token`` are token hashes."""
+    return (mix(token + PHASE_SALT) * count) >> 32
+
+
+def choose_hot_rows(target: Tensor, active: Tensor, vocab_size: int, rows: int) -> HotRows:
+    """The ``min(rows, V)`` most frequent targets, the lowest ids first among equals. No host synchronisation."""
+    known = active & (target >= 0) & (target < vocab_size)
+    counts = torch.zeros(vocab_size + 1, dtype=torch.int64, device=target.device)
+    counts.scatter_add_(0, torch.where(known, target, vocab_size), known.long())
+    # A key without ties: the choice must be the same on every rank.
+    key = counts[:vocab_size] * vocab_size + torch.arange(vocab_size - 1, -1, -1, device=target.device)
+    ids = key.topk(min(rows, vocab_size)).indices
+    is_hot = torch.zeros(vocab_size, dtype=torch.bool, device=target.device)
+    is_hot[ids] = True
+    return HotRows(ids, is_hot)
+
+
+@dataclass(frozen=True)
+class AnchorRows:
+    """The rows that the anchor looks at: hot ones, and a strided sample of the others (``is_cold`` excludes hot ones)."""
+
+    hot: HotRows
+    cold_ids: Tensor
+    is_cold: Tensor
+    vocab_size: int
+
+    @classmethod
+    def choose(cls, hot: HotRows, vocab_size: int) -> AnchorRows:
+        size = min(COLD_ROWS, vocab_size)
+        cold_ids = torch.arange(size, device=hot.ids.device) * vocab_size // size
+        return cls(hot, cold_ids, ~hot.is_hot[cold_ids], vocab_size)
+
+
+def anchor_sums(problem: LocalProblem, rows: AnchorRows, first_id: int, num_real: int) -> Tensor:
+    """This rank's part of the anchor, to be summed over the group: fp64 ``[3, N]``.
+
+    Sum of exponentials over hot rows; the target's logit where it isn't hot; sum of logits over the cold sample. Sums
+    in fp64 hardly depend on how the rows are split, so neither does the anchor.
+    """
+    sums = torch.zeros(3, problem.num_tokens, dtype=torch.float64, device=problem.input.device)
+    if problem.num_rows == 0 or problem.num_tokens == 0:
+        return sums
+    ids = torch.cat([rows.hot.ids, rows.cold_ids]) - first_id
+    mine = (ids >= 0) & (ids < num_real)
+    ids = torch.where(mine, ids, 0)
+    num_hot = rows.hot.ids.shape[0]
+    hot_mine, cold_mine = mine[:num_hot], mine[num_hot:] & rows.is_cold
+    looked_at = problem.weight[ids]
+    for start in range(0, problem.num_tokens, _ANCHOR_TOKENS):
+        block = slice(start, start + _ANCHOR_TOKENS)
+        z = finish_logits(problem, problem.input[block] @ looked_at.T, ids)
+        hot, cold = z[:, :num_hot], z[:, num_hot:]
+        exponentials = hot.double().clamp(max=_LARGEST_EXPONENT).exp()
+        sums[0, block] = torch.where(hot_mine, exponentials, 0.0).sum(dim=1)
+        sums[2, block] = torch.where(cold_mine, cold, 0.0).double().sum(dim=1)
+    sums[1] = _target_logits(problem, rows, first_id)
+    return sums
+
+
+def _target_logits(problem: LocalProblem, rows: AnchorRows, first_id: int) -> Tensor:
+    row = problem.target.clamp(min=0)
+    counted = (problem.target >= 0) & ~rows.hot.is_hot[(row + first_id).clamp(max=rows.vocab_size - 1)]
+    dots = torch.zeros(problem.num_tokens, dtype=torch.float32, device=problem.input.device)
+    for start in range(0, problem.num_tokens, _ANCHOR_TOKENS):
+        block = slice(start, start + _ANCHOR_TOKENS)
+        dots[block] = (problem.input[block].float() * problem.weight[row[block]].float()).sum(dim=1)
+    z = finish_logits(problem, dots[:, None], row, paired=True)[:, 0]
+    return torch.where(counted, z, 0.0).double()
+
+
+def finish_logits(problem: LocalProblem, products: Tensor, rows: Tensor, paired: bool = False) -> Tensor:
+    """z from products with some of C's rows: columns are ``rows``, or if ``paired`` line n goes with ``rows[n]``."""
+    z = products.float()
+    if problem.bias is not None:
+        picked = problem.bias[rows].float()
+        z = z + (picked[:, None] if paired else picked)
+    z = z * problem.logit_scale
+    return z if problem.softcap is None else problem.softcap * torch.tanh(z / problem.softcap)
+
+
+def anchor(sums: Tensor, rows: AnchorRows, target: Tensor, active: Tensor) -> Tensor:
+    """r, fp32 ``[N]``, from the group's sums. ``target`` are vocabulary ids."""
+    known = active & (target >= 0) & (target < rows.vocab_size)
+    outside = known & ~rows.hot.is_hot[torch.where(known, target, 0)]
+    others = rows.vocab_size - rows.hot.ids.shape[0]
+    sample = rows.is_cold.sum()
+    mean = (sums[2] / sample.clamp(min=1)).clamp(max=_LARGEST_EXPONENT)
+    total = sums[0] + torch.where(outside, sums[1].clamp(max=_LARGEST_EXPONENT).exp(), 0.0)
+    total = total + torch.where(sample > 0, float(others), 0.0) * mean.exp()
+    return total.log().float()
