@@ -1,7 +1,7 @@
 """The sampled backward in plain PyTorch: the CPU path, and the oracle of the Triton kernels' decisions and weights.
 
 The forward pass walks the logits as ``reference`` does and notes, beside the partials, which entries are kept. The
-backward pass computes the hot rows densely, and every kept entry and cold target by gathering one row of C and one of E.
+backward pass computes the hot rows densely, and every kept entry and cold target by gathering one row each of C and E.
 See ``sampling`` for the statistics. Sums are fp32. (On a GPU this implementation waits for the number of entries.)
 """
 

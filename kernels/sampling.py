@@ -125,7 +125,7 @@ def choose_hot_rows(target: Tensor, active: Tensor, vocab_size: int, rows: int) 
 
 @dataclass(frozen=True)
 class AnchorRows:
-    """The rows that the anchor looks at: hot ones, and a strided sample of the others (``is_cold`` excludes hot ones)."""
+    """The rows that the anchor looks at: hot ones, and a strided sample of the others (``is_cold``: not hot)."""
 
     hot: HotRows
     cold_ids: Tensor
