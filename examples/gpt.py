@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import (
 
 import cce_tp
 
-Loss = Callable[[Tensor, DTensor, Tensor], Tensor]
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(this rank's part of the hidden states, the classifier's ``Shard(0)``, the whole sequence's targets) -> mean loss."""
 
 SEQUENCE_DIM = 1
@@ -168,7 +168,7 @@ class GPT(nn.Module):
 def cce_loss(backward: str) -> Loss:
     """The loss without logits; tp group and vocabulary shard come from the classifier's DTensor."""
 
-    def loss(hidden: Tensor, weight: DTensor, target: Tensor) -> Tensor:
+    def loss(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
         return cce_tp.linear_cross_entropy(
             hidden, weight, target, sequence_parallel=True, sequence_dim=SEQUENCE_DIM, backward=backward
         )
@@ -176,15 +176,17 @@ def cce_loss(backward: str) -> Loss:
     return loss
 
 
-def logits_loss(hidden: Tensor, weight: DTensor, target: Tensor) -> Tensor:
+def logits_loss(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     """The ordinary loss to compare with: this rank's logits are written out in fp32, ``[batch · sequence, vocab/tp]``.
 
     It and its backward have to run under ``torch.distributed.tensor.parallel.loss_parallel``.
     """
-    hidden = DTensor.from_local(hidden, weight.device_mesh, [Shard(SEQUENCE_DIM)], run_check=False)
-    hidden = hidden.redistribute(placements=[Replicate()])
-    logits = F.linear(hidden.flatten(0, 1), weight).float()
-    return F.cross_entropy(logits, target.flatten()).to_local()
+    assert isinstance(weight, DTensor)
+    sharded = DTensor.from_local(hidden, weight.device_mesh, [Shard(SEQUENCE_DIM)], run_check=False)
+    whole = sharded.redistribute(placements=[Replicate()])
+    loss = F.cross_entropy(F.linear(whole.flatten(0, 1), weight).float(), target.flatten())
+    assert isinstance(loss, DTensor)
+    return loss.to_local()
 
 
 def _block_plan() -> dict[str, ParallelStyle]:

@@ -56,7 +56,7 @@ class Preset:
 
 
 PRESETS = {
-    "tiny": Preset(dim=64, layers=2, heads=4, seq_len=128, batch=8, steps=120, lr=1e-2),
+    "tiny": Preset(dim=64, layers=2, heads=4, seq_len=128, batch=8, steps=60, lr=1e-2),
     "small": Preset(dim=768, layers=12, heads=12, seq_len=1024, batch=32, steps=400, lr=1e-3),
     "medium": Preset(dim=1024, layers=24, heads=16, seq_len=2048, batch=32, steps=1000, lr=6e-4),
     "large": Preset(dim=2048, layers=24, heads=16, seq_len=2048, batch=64, steps=2000, lr=3e-4),
@@ -192,8 +192,8 @@ def make_parser() -> Parser:
     group.add_argument("--out", type=Path, default=Path("runs/pretrain_gpt"), help="run folder, shared by all nodes")
     group.add_argument("--resume", action="store_true", help="go on from the latest checkpoint in OUT")
     group.add_argument("--overwrite", action="store_true", help="start anew although OUT holds checkpoints")
-    group.add_argument("--eval-every", type=positive, default=20, help="steps (default: 20)")
-    group.add_argument("--eval-batches", type=positive, default=4, help="held-out batches to measure on (default: 4)")
+    group.add_argument("--eval-every", type=positive, default=10, help="steps (default: 10)")
+    group.add_argument("--eval-batches", type=positive, default=2, help="held-out batches to measure on (default: 2)")
     group.add_argument("--save-every", type=not_negative, default=0, help="steps; 0: only at the end (default)")
     group.add_argument("--keep", type=positive, default=2, help="checkpoints to keep (default: 2)")
     return parser

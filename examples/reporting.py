@@ -63,9 +63,9 @@ def draw_losses(log: Path, picture: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
     train = [(record.step, record.loss) for record in records if record.loss is not None]
     held_out = [(record.step, record.held_out_loss) for record in records if record.held_out_loss is not None]
-    for points, style in ((train, {"label": "train"}), (held_out, {"label": "held out", "marker": "o"})):
+    for label, points, marker in (("train", train, ""), ("held out", held_out, "o")):
         if points:
-            axes.plot(*zip(*points, strict=True), **style)
+            axes.plot(*zip(*points, strict=True), label=label, marker=marker)
     if held_out:
         axes.annotate(f"{held_out[-1][1]:.3f}", held_out[-1], xytext=(0, 9), textcoords="offset points", ha="right")
     axes.set(xlabel="step", ylabel="loss (nats per token)")

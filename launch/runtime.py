@@ -50,7 +50,10 @@ class Runtime:
 
     def mesh(self, tp: int) -> DeviceMesh:
         """The ``("dp", "tp")`` mesh; the ranks of a tp group are neighbours, so that they share a node's fast links."""
-        return init_device_mesh(self.device.type, (self.process.world_size // tp, tp), mesh_dim_names=("dp", "tp"))
+        shape = (self.process.world_size // tp, tp)
+        mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("dp", "tp"))
+        mesh._flatten("world")  # what is reduced over both dimensions, as a gradient norm, then takes one collective
+        return mesh
 
 
 def _torchrun(environ: Mapping[str, str]) -> Process | None:
