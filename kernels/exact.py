@@ -40,6 +40,7 @@ SLAB_BYTES = 80 * 2**20
 """Default size of G's workspace; half of grad E's accumulator where that is more."""
 FP16_PEAK_EXPONENT = 13
 COPY_TILE = 1024
+SUM_ROWS, SUM_COLS = 32, 64
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_rows", "first_row"])
@@ -112,7 +113,7 @@ def _logit_grad_kernel(  # type: ignore[no-untyped-def]
     )  # fmt: skip
     b_z = finish_logits(b_z, b_bias, scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP)
 
-    b_g = b_prob[:, None] * tl.exp2((b_z - b_max[:, None]) * LOG2E - b_log2_sum[:, None])
+    b_g = b_prob[:, None] * tl.exp2(tl.fma(b_z - b_max[:, None], LOG2E, -b_log2_sum[:, None]))
     if HAS_SMOOTHING:
         b_smoothing = tl.load(smoothing + o_n, mask=m_n, other=0.0)
         b_c = tl.load(smoothing_weight + o_v, mask=m_v, other=0.0)
@@ -164,6 +165,25 @@ def _select_tokens_kernel(  # type: ignore[no-untyped-def]
         b *= tl.load(factor)
     b_active = tl.load(active + o_n, mask=m, other=0)
     tl.store(out + o, tl.where(b_active != 0, b, 0.0).to(out.dtype.element_ty), mask=m)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_cols"])
+def _sum_rows_kernel(  # type: ignore[no-untyped-def]
+    source,
+    out,
+    num_rows,
+    num_cols,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    """Column sums, in an order that depends on the shape alone and without torch's staging buffer."""
+    o_col = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    b_sum = tl.zeros((ROWS, COLS), dtype=tl.float32)
+    for r in range(0, num_rows, ROWS):
+        o_row = r + tl.arange(0, ROWS)
+        m = (o_row < num_rows)[:, None] & (o_col < num_cols)[None, :]
+        b_sum += tl.load(source + o_row.to(tl.int64)[:, None] * num_cols + o_col[None, :], mask=m, other=0.0)
+    tl.store(out + o_col, tl.sum(b_sum, 0), mask=o_col < num_cols)
 
 
 def _select_tokens(source: Tensor, active: Tensor, out: Tensor, factor: Tensor | None = None) -> Tensor:
@@ -344,11 +364,10 @@ class _Backward:
         operands = self.operands.slab(start, stop)
         out = None if self.logit_grads is None else self.logit_grads[:, : stop - start]
         row_tiles = triton.cdiv(operands.num_tokens, operands.tile.rows)
-        col_tiles = triton.cdiv(stop - start, operands.tile.cols)
         handle: object = out
         if operands.tma and out is not None:
             handle = TensorDescriptor.from_tensor(out, [operands.tile.rows, operands.tile.cols])
-        _logit_grad_kernel[(row_tiles * col_tiles,)](
+        _logit_grad_kernel[operands.grid()](
             *operands.handles(), operands.bias, operands.smoothing_weight, operands.target,
             *self.vectors, self.factor, handle, self.bias_partials,
             *operands.sizes(), self.plan.slab, start, operands.scale, operands.softcap or 1.0,
@@ -356,8 +375,10 @@ class _Backward:
             **operands.flags(),
         )  # fmt: skip
         if self.bias_grad is not None and self.bias_partials is not None:
-            sums = self.bias_partials[: row_tiles * (stop - start)].view(row_tiles, stop - start)
-            torch.sum(sums, 0, out=self.bias_grad[start:stop])
+            _sum_rows_kernel[(triton.cdiv(stop - start, SUM_COLS),)](
+                self.bias_partials, self.bias_grad[start:stop], row_tiles, stop - start,
+                ROWS=SUM_ROWS, COLS=SUM_COLS, num_warps=4,
+            )  # fmt: skip
         return out
 
     def _add_input_grad(self, logit_grads: Tensor | None, start: int, stop: int) -> None:

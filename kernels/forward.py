@@ -210,8 +210,7 @@ def partials(operands: LogitOperands, *, stats: bool, workspace: int | None) -> 
     for start in range(0, num_tokens, chunk):
         stop = min(start + chunk, num_tokens)
         part = operands.tokens(start, stop)
-        grid = (triton.cdiv(stop - start, operands.tile.rows) * num_tiles,)
-        _partials_kernel[grid](
+        _partials_kernel[part.grid()](
             *part.handles(), part.bias, part.smoothing_weight, part.target,
             buffer, argmax_buffer, mass, results.target_logit[start:stop],
             *part.sizes(), part.scale, part.softcap or 1.0,

@@ -81,10 +81,10 @@ def row_products(  # type: ignore[no-untyped-def]
 def tanh(x):  # type: ignore[no-untyped-def]
     """tanh to fp32 accuracy: a polynomial where ``1 - 2 / (1 + e^2x)`` would cancel."""
     b_sq = x * x
-    b_poly = -0.05339105427265167 + b_sq * 0.01799921877682209
-    b_poly = 0.1333051323890686 + b_sq * b_poly
-    b_poly = -0.3333331048488617 + b_sq * b_poly
-    b_near = x + x * b_sq * b_poly
+    b_poly = tl.fma(b_sq, 0.01799921877682209, -0.05339105427265167)
+    b_poly = tl.fma(b_sq, b_poly, 0.1333051323890686)
+    b_poly = tl.fma(b_sq, b_poly, -0.3333331048488617)
+    b_near = tl.fma(x * b_sq, b_poly, x)
     b_abs = tl.abs(x)
     b_far = 1.0 - 2.0 / (1.0 + tl.exp2(b_abs * (2.0 * LOG2E)))
     b_far = tl.where(x < 0, -b_far, b_far)
@@ -176,6 +176,10 @@ class LogitOperands:
             TensorDescriptor.from_tensor(self.weight, [self.tile.cols, self.tile.inner]),
         )
 
+    def grid(self) -> tuple[int]:
+        row_tiles, col_tiles = triton.cdiv(self.num_tokens, self.tile.rows), triton.cdiv(self.num_rows, self.tile.cols)
+        return (row_tiles * col_tiles,)
+
     def sizes(self) -> tuple[int, ...]:
         return self.num_tokens, self.num_rows, self.hidden, *self.input.stride(), *self.weight.stride()
 
@@ -193,6 +197,8 @@ class LogitOperands:
             "EVEN_INNER": self.hidden % self.tile.inner == 0,
             "TMA": self.tma,
             "PRECISION": self.precision,
+            # A fused z - M would see a logit before its last rounding, where the forward's M is after it.
+            "enable_fp_fusion": False,
             "num_warps": self.tile.warps,
             "num_stages": self.tile.stages,
         }

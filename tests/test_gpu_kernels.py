@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from cce_tp.kernels.interface import GradientRequest, LocalProblem, LogitGradient, WeightGradBuffer
 from local_problem import (
     OPTION_SPECS,
     SHAPES,
@@ -27,6 +26,8 @@ from local_problem import (
     run_gradients,
 )
 from torch import Tensor
+
+from cce_tp.kernels.interface import GradientRequest, LocalProblem, LogitGradient, WeightGradBuffer
 
 pytest.importorskip("triton")
 
@@ -67,7 +68,8 @@ def dense_gradients(problem: LocalProblem, grad: LogitGradient) -> Gradients:
 def check(spec: LocalSpec, implementation: TritonImplementation = TRITON) -> None:
     problem = make(spec, "cuda")
     partials = implementation.partials(problem, stats=True)
-    assert_partials(partials, expected_partials(problem), 2e-6)
+    # Tensor cores truncate between steps of 16 products, so the error grows with the length of the sum.
+    assert_partials(partials, expected_partials(problem), 2e-6 * max(1, spec.hidden / 256))
     again = implementation.partials(problem, stats=True)
     assert torch.equal(partials.sum_exp, again.sum_exp)
     grad = make_logit_gradient(problem, spec, partials)
@@ -137,6 +139,15 @@ def test_destinations(
     assert torch.equal(base[:, spec.hidden :], before[:, spec.hidden :])
 
 
+def requested_peak() -> int:
+    """As ``max_memory_allocated``, without what the allocator adds where it does not split a cached block."""
+    return torch.cuda.memory_stats()["requested_bytes.all.peak"]
+
+
+def requested_now() -> int:
+    return torch.cuda.memory_stats()["requested_bytes.all.current"]
+
+
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_workspace_is_obeyed(dtype: torch.dtype) -> None:
     spec = LocalSpec(tokens=2048, hidden=512, rows=20000, dtype=dtype, smoothing=True)
@@ -147,19 +158,19 @@ def test_workspace_is_obeyed(dtype: torch.dtype) -> None:
         results = 6 * 8 * spec.tokens
         partials = None
         torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        before = requested_now()
         partials = TRITON.partials(limited, stats=True)
-        assert torch.cuda.max_memory_allocated() - before <= limited.workspace + results
+        assert requested_peak() - before <= limited.workspace + results
         grad = make_logit_gradient(problem, spec, partials)
         buffer = torch.empty_like(problem.weight)
         request = GradientRequest(dtype, WeightGradBuffer(buffer, False), True)
         torch.zeros(64, 64, device="cuda", dtype=dtype).mm(torch.zeros(64, 64, device="cuda", dtype=dtype))
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        before = requested_now()
         results = spec.tokens * spec.hidden * dtype.itemsize + 4 * spec.rows + 1024
         TRITON.gradients(limited, grad, request, lambda _: None)
-        assert torch.cuda.max_memory_allocated() - before <= limited.workspace + results
+        assert requested_peak() - before <= limited.workspace + results
     with pytest.raises(ValueError, match="too small"):
         TRITON.gradients(replace(problem, workspace=2**16), grad, request, lambda _: None)
 
@@ -252,6 +263,20 @@ def test_confident_target_keeps_its_gradient(dtype: torch.dtype) -> None:
     grad = LogitGradient(partials.max, partials.sum_exp.log(), one, one, torch.ones(1, dtype=torch.bool, device="cuda"))
     actual = run_gradients(TRITON, problem, grad)
     assert actual.weight[:, 0].tolist() == pytest.approx([-2.0396e-3, 2.0396e-3], rel=1e-2)
+
+
+@pytest.mark.parametrize("value", [1000.1, 901.7, 1023.9, 777.7])
+def test_confident_target_under_a_scale(value: float) -> None:
+    """The gradient must see the rounded logit that the forward saw: a fused ``acc * scale - M`` is off by percents."""
+    e, c = torch.zeros(1, 16, device="cuda"), torch.zeros(2, 16, device="cuda")
+    e[0, 0], c[0, 0], c[1, 0] = value, 1.0, 1.0 - 83.125 / value
+    problem = LocalProblem(e, c, torch.tensor([0], device="cuda"), logit_scale=0.1)
+    partials = TRITON.partials(problem, stats=False)
+    one = torch.ones(1, device="cuda")
+    grad = LogitGradient(partials.max, partials.sum_exp.log(), one, one, one.bool())
+    actual = run_gradients(TRITON, problem, grad).bias / 0.1
+    p = torch.softmax(logits(problem), 1)[0]
+    assert actual.tolist() == pytest.approx([-float(p[1]), float(p[1])], rel=1e-3)
 
 
 def test_graph_capture_and_no_synchronisation() -> None:
