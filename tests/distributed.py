@@ -20,7 +20,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -144,34 +144,42 @@ class Pool:
     _workers: list[_Worker] = field(default_factory=list)
     _folder: tempfile.TemporaryDirectory | None = None
 
-    def run(self, size: int, task: Callable[..., Any], *args: Any, timeout: float = DEFAULT_TIMEOUT) -> list[Any]:
+    def run(
+        self, size: int, task: Callable[..., Any], *args: Any, timeout: float = DEFAULT_TIMEOUT, fresh: bool = False
+    ) -> list[Any]:
         """Values that ``task(rank, *args)`` returned, in rank order.
 
         Raises:
             RanksFailed: a rank raised, died, or took longer than ``timeout`` seconds.
         """
-        outcomes = self.outcomes(size, task, *args, timeout=timeout)
+        outcomes = self.outcomes(size, task, *args, timeout=timeout, fresh=fresh)
         failed = [f"rank {rank}:\n{o.error.trace}" for rank, o in enumerate(outcomes) if o.error is not None]
         if failed:
             raise RanksFailed("\n".join(failed))
         return [outcome.value for outcome in outcomes]
 
-    def errors(self, size: int, task: Callable[..., Any], *args: Any, timeout: float = DEFAULT_TIMEOUT) -> list:
+    def errors(
+        self, size: int, task: Callable[..., Any], *args: Any, timeout: float = DEFAULT_TIMEOUT, fresh: bool = False
+    ) -> list:
         """The ``RankError`` of every rank, or None where the task returned; only a hang or a death fails the test."""
-        return [outcome.error for outcome in self.outcomes(size, task, *args, timeout=timeout)]
+        return [outcome.error for outcome in self.outcomes(size, task, *args, timeout=timeout, fresh=fresh)]
 
     def outcomes(
-        self, size: int, task: Callable[..., Any], *args: Any, timeout: float = DEFAULT_TIMEOUT
+        self, size: int, task: Callable[..., Any], *args: Any, timeout: float = DEFAULT_TIMEOUT, fresh: bool = False
     ) -> list[Outcome]:
-        """What every rank answered. Where only some raised, the others may lag behind: the pool starts afresh."""
+        """What every rank answered. Where only some raised, the others may lag behind: the pool starts afresh.
+
+        With ``fresh`` the task gets a process group that was never used before; all processes help to make it.
+        """
         self.start()
-        message = pickle.dumps((size, task, args))
-        for rank, worker in enumerate(self._workers[:size]):
+        message = pickle.dumps((size, task, args, fresh))
+        asked = self.world_size if fresh else size
+        for rank, worker in enumerate(self._workers[:asked]):
             try:
                 worker.connection.send_bytes(message)
             except ConnectionError:
                 self._fail(f"rank {rank} died after its last task", {})
-        outcomes = self._answers(size, timeout)
+        outcomes = self._answers(asked, timeout)[:size]
         if len({outcome.error is None for outcome in outcomes}) > 1:
             self.stop()
         return outcomes
@@ -271,8 +279,12 @@ def _serve(
     connection.send_bytes(pickle.dumps(Outcome()))
     while True:
         try:
-            size, task, args = pickle.loads(connection.recv_bytes())
-            outcome = Outcome(value=task(ranks[size], *args))
+            size, task, args, fresh = pickle.loads(connection.recv_bytes())
+            group = dist.new_group(list(range(size))) if fresh else None
+            outcome = Outcome()
+            if rank < size:
+                place = ranks[size] if group is None else replace(ranks[size], group=group)
+                outcome = Outcome(value=task(place, *args))
         except (EOFError, ConnectionError):
             os._exit(0)
         except Exception as error:
