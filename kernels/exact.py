@@ -37,7 +37,9 @@ from .tiles import FEWEST_ROWS, TensorDescriptor, extreme_tile
 from .workspace import ALLOCATION, FP32_BYTES, allocated, workspace_too_small
 
 SLAB_BYTES = 80 * 2**20
-"""Default size of G's workspace; half of grad E's accumulator where that is more."""
+LEAST_SLAB_BYTES = 32 * 2**20
+"""Default size of G's workspace: the first suits large problems, where narrower slabs cost speed. Small ones, of little
+memory themselves, get by with less; where grad E's accumulator is larger still, half of that does no harm."""
 FP16_PEAK_EXPONENT = 13
 COPY_TILE = 1024
 SUM_ROWS, SUM_COLS = 32, 64
@@ -254,7 +256,7 @@ class _Plan:
         stored = request.input_dtype is not None or request.weight is not None
         per_row = _bytes_per_row(num_tokens, dtype if stored else None, tile.rows if request.bias else None)
         if problem.workspace is None:
-            budget = max(SLAB_BYTES, fixed // 2 if accumulator else 0)
+            budget = _default_slab_bytes(num_tokens * hidden * FP32_BYTES)
         else:
             budget = problem.workspace - fixed
             if budget < per_row * tile.cols:
@@ -264,6 +266,10 @@ class _Plan:
         slabs = triton.cdiv(problem.num_rows, most)
         even = triton.cdiv(triton.cdiv(problem.num_rows, slabs), tile.cols) * tile.cols
         return cls(even, accumulator, scratch)
+
+
+def _default_slab_bytes(accumulator: int) -> int:
+    return max(LEAST_SLAB_BYTES, min(2 * accumulator, SLAB_BYTES), accumulator // 2)
 
 
 def _fixed_bytes(num_tokens: int, hidden: int, dtype: torch.dtype, *, accumulator: bool, scratch: bool) -> int:

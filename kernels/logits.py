@@ -137,7 +137,7 @@ class LogitOperands:
             smoothing_weight=None if problem.smoothing_weight is None else problem.smoothing_weight.contiguous(),
             scale=problem.logit_scale,
             softcap=problem.softcap,
-            tile=logit_tile(problem.input.device, problem.input.dtype, problem.num_tokens, tma),
+            tile=logit_tile(problem.input.dtype, problem.num_tokens, problem.hidden_size, tma),
             tma=tma,
             precision=product_precision(problem.input.dtype),
         )

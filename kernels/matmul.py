@@ -130,7 +130,7 @@ def _triton_product(out: Tensor, a: Tensor, b: Tensor, accumulate: bool, factor:
     a_rows = a.T if a_transposed else a
     b_rows = b.T if b_transposed else b
     tma = a.element_size() == 2 and can_use_tma(a_rows) and can_use_tma(b_rows)
-    tile = product_tile(a.device, a.dtype, tma)
+    tile = product_tile(a.dtype, tma)
     a_handle: object = a
     b_handle: object = b
     if tma:

@@ -21,7 +21,11 @@ try:
 except ImportError:  # Triton < 3.4
     TensorDescriptor = None
 
-HOPPER = (9, 0)
+LARGE_SHARED_MEMORY = (9, 10)
+"""Major compute capabilities with the tensor memory accelerator and over 200 KiB of shared memory; measured on 9."""
+SHORT_INNER = 1024
+"""Longest hidden size at which smaller tiles win, two to a multiprocessor: one's reduction hides behind the other's
+product. Beyond, the larger tile's fewer reads do."""
 ALIGNMENT = 16
 """Bytes to which the tensor memory accelerator wants bases and strides aligned."""
 
@@ -48,6 +52,7 @@ class Tile:
 
 
 _HOPPER_16BIT = Tile(128, 256, 64, warps=8, stages=3)
+_HOPPER_16BIT_SHORT = Tile(128, 128, 64, warps=4, stages=3)
 _HOPPER_16BIT_FEW_ROWS = Tile(64, 256, 64, warps=4, stages=4)
 _16BIT = Tile(128, 128, 32, warps=8, stages=3, group=8)
 _TF32 = Tile(128, 128, 32, warps=8, stages=2, group=8)
@@ -92,18 +97,20 @@ def can_use_tma(tensor: Tensor) -> bool:
 
 
 def has_tma(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.version.hip is None and capability(device) >= HOPPER
+    return device.type == "cuda" and torch.version.hip is None and capability(device)[0] in LARGE_SHARED_MEMORY
 
 
-def logit_tile(device: torch.device, dtype: torch.dtype, num_tokens: int, tma: bool) -> Tile:
+def logit_tile(dtype: torch.dtype, num_tokens: int, hidden: int, tma: bool) -> Tile:
     """The configuration of the kernels that compute logits."""
     if INTERPRETED:
         return _INTERPRETER
     if dtype == torch.float32:
         return _TF32 if product_precision(dtype) == "tf32" else _IEEE
-    if tma and capability(device) >= HOPPER:
-        return _HOPPER_16BIT_FEW_ROWS if num_tokens <= 64 else _HOPPER_16BIT
-    return _16BIT
+    if not tma:
+        return _16BIT
+    if num_tokens <= _HOPPER_16BIT_FEW_ROWS.rows:
+        return _HOPPER_16BIT_FEW_ROWS
+    return _HOPPER_16BIT_SHORT if hidden <= SHORT_INNER else _HOPPER_16BIT
 
 
 def extreme_tile(dtype: torch.dtype) -> Tile:
@@ -116,7 +123,8 @@ FEWEST_ROWS = min(_INTERPRETER.rows, _IEEE.rows) if INTERPRETED else _IEEE.rows
 """The fewest columns, and rows, of any configuration."""
 
 
-def product_tile(device: torch.device, dtype: torch.dtype, tma: bool) -> Tile:
+def product_tile(dtype: torch.dtype, tma: bool) -> Tile:
     """The configuration of :mod:`cce_tp.kernels.matmul`'s own product."""
-    tile = logit_tile(device, dtype, 2**31, tma)
-    return replace(tile, group=8) if tma else tile
+    if tma and not INTERPRETED:
+        return replace(_HOPPER_16BIT, group=8)
+    return logit_tile(dtype, 2**31, 2**31, tma)

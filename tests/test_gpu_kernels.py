@@ -92,6 +92,11 @@ def test_options(options: dict[str, Any], dtype: torch.dtype) -> None:
     check(LocalSpec(tokens=300, hidden=136, rows=1000, dtype=dtype, **options))
 
 
+@pytest.mark.parametrize("options", OPTION_SPECS.values(), ids=OPTION_SPECS)
+def test_options_in_wide_tiles(options: dict[str, Any]) -> None:
+    check(LocalSpec(tokens=300, hidden=tiles.SHORT_INNER + 136, rows=1000, dtype=torch.bfloat16, **options))
+
+
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("shape", [*SHAPES, (300, 8193, 520), (3, 64, 40000), (4000, 64, 3)], ids=str)
 def test_shapes(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
@@ -100,15 +105,33 @@ def test_shapes(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_every_way(way: TritonImplementation, dtype: torch.dtype) -> None:
-    check(LocalSpec(tokens=513, hidden=320, rows=3000, dtype=dtype), way)
+@pytest.mark.parametrize("hidden", [320, 2048])
+def test_every_way(way: TritonImplementation, hidden: int, dtype: torch.dtype) -> None:
+    check(LocalSpec(tokens=513, hidden=hidden, rows=3000, dtype=dtype), way)
+
+
+def test_tf32() -> None:
+    """With torch's switch, fp32 products are tf32's: in the forward and in the gradient alike."""
+    spec = LocalSpec(tokens=300, hidden=256, rows=1000, inactive=0.0)
+    problem = make(spec, "cuda")
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        partials = TRITON.partials(problem, stats=True)
+        grad = make_logit_gradient(problem, spec, partials)
+        actual = run_gradients(TRITON, problem, grad)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert_partials(replace(partials, argmax=None), expected_partials(problem), 2e-3)
+    expected = expected_gradients(problem, grad)
+    for name in ("input", "weight", "bias"):
+        assert relative_error(getattr(actual, name), getattr(expected, name)) < 3e-3, name
 
 
 def test_the_fast_ways_are_taken() -> None:
     """Otherwise the cases above prove nothing about them."""
     problem = make(LocalSpec(tokens=64, hidden=64, rows=64, dtype=torch.bfloat16), "cuda")
-    hopper = torch.cuda.get_device_capability() >= tiles.HOPPER
-    assert tiles.can_use_tma(problem.input) == hopper
+    assert tiles.can_use_tma(problem.input) == (torch.cuda.get_device_capability()[0] in tiles.LARGE_SHARED_MEMORY)
     assert not tiles.can_use_tma(problem.input[:, 1:])
     assert not tiles.can_use_tma(problem.input.T)
     assert matmul.library_can(problem.input, problem.input, None)
@@ -173,6 +196,17 @@ def test_workspace_is_obeyed(dtype: torch.dtype) -> None:
         assert requested_peak() - before <= limited.workspace + results
     with pytest.raises(ValueError, match="too small"):
         TRITON.gradients(replace(problem, workspace=2**16), grad, request, lambda _: None)
+
+
+def test_frozen_weight_needs_little_memory() -> None:
+    """Case B24: no buffer of the weight's size."""
+    spec = LocalSpec(tokens=4096, hidden=1024, rows=131072, dtype=torch.bfloat16)
+    problem = make(spec, "cuda")
+    before = requested_now()
+    torch.cuda.reset_peak_memory_stats()
+    grad = make_logit_gradient(problem, spec, TRITON.partials(problem, stats=False))
+    TRITON.gradients(problem, grad, GradientRequest(torch.bfloat16, None, False), lambda _: None)
+    assert requested_peak() - before - problem.input.nbytes < 64 * 2**20
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
