@@ -30,13 +30,14 @@ import checkpoint
 import text_data
 import torch
 import torch.distributed as dist
-from cce_tp.launch.runtime import Runtime, choose_device, discover, finalize, initialize
 from gpt import GPT, GPTConfig, build_model, cce_loss, logits_loss
 from reporting import Display, Log, Record, draw_losses, human, peak_memory, read_log
 from text_data import Corpus, DataError, Windows
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
+
+from cce_tp.launch.runtime import Runtime, choose_device, discover, finalize, initialize
 
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
@@ -56,7 +57,7 @@ class Preset:
 
 
 PRESETS = {
-    "tiny": Preset(dim=64, layers=2, heads=4, seq_len=128, batch=8, steps=60, lr=1e-2),
+    "tiny": Preset(dim=64, layers=2, heads=4, seq_len=128, batch=8, steps=50, lr=1e-2),
     "small": Preset(dim=768, layers=12, heads=12, seq_len=1024, batch=32, steps=400, lr=1e-3),
     "medium": Preset(dim=1024, layers=24, heads=16, seq_len=2048, batch=32, steps=1000, lr=6e-4),
     "large": Preset(dim=2048, layers=24, heads=16, seq_len=2048, batch=64, steps=2000, lr=3e-4),
@@ -501,6 +502,7 @@ def main(argv: list[str] | None = None) -> int:
         prepare_run_folder(options, runtime)
         trainer = Trainer(options, runtime, share_corpus(options, runtime, display), display)
     except ValueError as error:
+        finalize()
         fail(str(error))
     code = trainer.run()
     finalize()

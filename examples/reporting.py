@@ -67,7 +67,7 @@ def draw_losses(log: Path, picture: Path) -> None:
         if points:
             axes.plot(*zip(*points, strict=True), label=label, marker=marker)
     if held_out:
-        axes.annotate(f"{held_out[-1][1]:.3f}", held_out[-1], xytext=(0, 9), textcoords="offset points", ha="right")
+        axes.annotate(f"{held_out[-1][1]:.3f}", held_out[-1], xytext=(0, 9), textcoords="offset points", ha="center")
     axes.set(xlabel="step", ylabel="loss (nats per token)")
     axes.grid(alpha=0.3)
     axes.legend()

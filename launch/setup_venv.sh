@@ -13,4 +13,6 @@ else
 fi
 
 [ -x "$bin/python" ] || python3 -m venv "$venv"
-"$bin/python" -m pip install --quiet --disable-pip-version-check "$torch" --editable "$root[$1]"
+echo "Installing $torch and cce_tp[$1] into $venv" >&2
+# --no-compile: Python compiles what is imported when it is; all of PyTorch at once takes a minute.
+"$bin/python" -m pip install --quiet --disable-pip-version-check --no-compile "$torch" --editable "$root[$1]"
