@@ -34,6 +34,11 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         pool.start()
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if _POOL in session.config.stash:
+        session.config.stash[_POOL].stop()
+
+
 _POOL: pytest.StashKey[Pool] = pytest.StashKey()
 
 

@@ -455,17 +455,26 @@ def test_nan_stays_in_its_row(pool: Pool, tp: int) -> None:
         assert relative_error(result.grad_input[others], expected.grad_input[others]) < 1e-5
 
 
-def _run_offset(rank: Rank, offset: float) -> RankResult:
-    problem = build(Spec(shape=(9,), hidden=8, vocab=23, bias=True, options=Options(reduction="none")))
+def _run_offset(rank: Rank, offset: float, gather_up_to: int) -> RankResult:
+    from cce_tp import collectives
+
+    problem = build(Spec(shape=(9,), hidden=8, vocab=24, split="equal", bias=True, options=Options(reduction="none")))
     problem = replace(problem, bias=problem.bias.double() + offset, upstream=None)
-    return run_layer(problem, make_shards(23, 0, "sizes", rank.size)[rank.index], rank)
+    usual = collectives.GATHER_UP_TO
+    collectives.GATHER_UP_TO = gather_up_to
+    try:
+        return run_layer(problem, make_shards(24, 0, "equal", rank.size)[rank.index], rank)
+    finally:
+        collectives.GATHER_UP_TO = usual
 
 
 @pytest.mark.parametrize("tp", TP_SIZES)
-def test_a_common_offset_cancels(pool: Pool, tp: int) -> None:
+@pytest.mark.parametrize("combine", ["gather", "reduce"])
+def test_a_common_offset_cancels(pool: Pool, combine: str, tp: int) -> None:
     """Logits around 4096 lose 2^-12 each; what is formed from their differences loses no more than that."""
-    plain = pool.run(tp, _run_offset, 0.0)[0].loss
-    for result in pool.run(tp, _run_offset, 4096.0):
+    gather_up_to = 8 if combine == "gather" else 1
+    plain = pool.run(tp, _run_offset, 0.0, gather_up_to)[0].loss
+    for result in pool.run(tp, _run_offset, 4096.0, gather_up_to):
         assert (result.loss - plain).abs().max() < 4 * 2**-12
 
 

@@ -1,0 +1,48 @@
+"""A test that cannot fail proves nothing: every known fault of such a loss, put into the code, turns a test red."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from mutate import MUTATIONS, apply, copy_package
+
+SCRIPT = Path(__file__).with_name("mutate.py")
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
+    """All mutants, run by the script in a process of its own, which has to fork before it computes anything."""
+    report = tmp_path_factory.mktemp("mutants") / "report.json"
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--json", str(report)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=280,
+    )
+    assert report.exists(), done.stdout + done.stderr
+    return {result["name"]: result for result in json.loads(report.read_text())}
+
+
+@pytest.mark.timeout(300)
+def test_the_unmutated_copy_is_green(outcomes: dict[str, dict]) -> None:
+    assert outcomes["no mutation"]["status"] == 0, outcomes["no mutation"]["failed"]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", [mutation.name for mutation in MUTATIONS])
+def test_mutant_turns_a_test_red(outcomes: dict[str, dict], name: str) -> None:
+    assert outcomes[name]["status"] == 1, "the mutant survived, or could not be run"
+    assert outcomes[name]["failed"], "no test failed by name"
+
+
+def test_every_mutation_still_finds_its_place(tmp_path: Path) -> None:
+    for number, mutation in enumerate(MUTATIONS):
+        copy_package(tmp_path / str(number))
+        apply(mutation, tmp_path / str(number))
