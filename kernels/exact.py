@@ -37,7 +37,7 @@ from .tiles import FEWEST_ROWS, TensorDescriptor, extreme_tile
 from .workspace import ALLOCATION, FP32_BYTES, allocated, workspace_too_small
 
 SLAB_BYTES = 80 * 2**20
-LEAST_SLAB_BYTES = 32 * 2**20
+LEAST_SLAB_BYTES = 44 * 2**20
 """Default size of G's workspace: the first suits large problems, where narrower slabs cost speed. Small ones, of little
 memory themselves, get by with less; where grad E's accumulator is larger still, half of that does no harm."""
 FP16_PEAK_EXPONENT = 13
@@ -96,6 +96,7 @@ def _logit_grad_kernel(  # type: ignore[no-untyped-def]
     o_v = v0 + tl.arange(0, COLS)
     m_n = o_n < num_tokens
     m_v = o_v < num_rows
+    o_row = first_row + o_v
     b_target = tl.load(target + o_n, mask=m_n, other=-1) - first_row
     m_hit = (b_target >= v0) & (b_target < v0 + COLS)
     b_col = tl.where(m_hit, b_target - v0, -1).to(tl.int32)
@@ -106,10 +107,10 @@ def _logit_grad_kernel(  # type: ignore[no-untyped-def]
     b_active = tl.load(active + o_n, mask=m_n, other=0).to(tl.int32)
     b_bias = 0.0
     if HAS_BIAS:
-        b_bias = tl.load(bias + o_v, mask=m_v, other=0.0).to(tl.float32)
+        b_bias = tl.load(bias + o_row, mask=m_v, other=0.0).to(tl.float32)
 
     b_z = row_products(
-        input, weight, n0, v0, num_tokens, num_rows, hidden,
+        input, weight, n0, first_row + v0, num_tokens, first_row + num_rows, hidden,
         input_stride_n, input_stride_d, weight_stride_v, weight_stride_d,
         ROWS, COLS, INNER, EVEN_INNER, TMA, PRECISION,
     )  # fmt: skip
@@ -118,7 +119,7 @@ def _logit_grad_kernel(  # type: ignore[no-untyped-def]
     b_g = b_prob[:, None] * tl.exp2(tl.fma(b_z - b_max[:, None], LOG2E, -b_log2_sum[:, None]))
     if HAS_SMOOTHING:
         b_smoothing = tl.load(smoothing + o_n, mask=m_n, other=0.0)
-        b_c = tl.load(smoothing_weight + o_v, mask=m_v, other=0.0)
+        b_c = tl.load(smoothing_weight + o_row, mask=m_v, other=0.0)
         b_g -= b_smoothing[:, None] * b_c[None, :]
     if tl.max(m_hit.to(tl.int32), 0) > 0:  # few tiles hold a target of their tokens
         m_target = b_col[:, None] == tl.arange(0, COLS)[None, :]
@@ -311,6 +312,8 @@ class _Backward:
         self.request = request
         self.plan = plan
         self.library = library
+        self.handles = operands.handles()
+        self.out_handle: object = None
         self.active = logit_grad.active.contiguous()
         self.vectors = (
             logit_grad.max.contiguous(),
@@ -367,25 +370,30 @@ class _Backward:
             yield start, min(start + self.plan.slab, num_rows)
 
     def _logit_grads(self, start: int, stop: int) -> Tensor | None:
-        operands = self.operands.slab(start, stop)
-        out = None if self.logit_grads is None else self.logit_grads[:, : stop - start]
-        row_tiles = triton.cdiv(operands.num_tokens, operands.tile.rows)
-        handle: object = out
-        if operands.tma and out is not None:
-            handle = TensorDescriptor.from_tensor(out, [operands.tile.rows, operands.tile.cols])
-        _logit_grad_kernel[operands.grid()](
-            *operands.handles(), operands.bias, operands.smoothing_weight, operands.target,
-            *self.vectors, self.factor, handle, self.bias_partials,
-            *operands.sizes(), self.plan.slab, start, operands.scale, operands.softcap or 1.0,
+        operands, width = self.operands, stop - start
+        out = None if self.logit_grads is None else self.logit_grads[:, :width]
+        _logit_grad_kernel[operands.grid(width)](
+            *self.handles, operands.bias, operands.smoothing_weight, operands.target,
+            *self.vectors, self.factor, self._out_handle(out), self.bias_partials,
+            operands.num_tokens, width, *operands.layout(), self.plan.slab, start,
+            operands.scale, operands.softcap or 1.0,
             HAS_FACTOR=self.factor is not None, STORE=self.store, BIAS_GRAD=self.bias_partials is not None,
             **operands.flags(),
         )  # fmt: skip
         if self.bias_grad is not None and self.bias_partials is not None:
-            _sum_rows_kernel[(triton.cdiv(stop - start, SUM_COLS),)](
-                self.bias_partials, self.bias_grad[start:stop], row_tiles, stop - start,
+            row_tiles = triton.cdiv(operands.num_tokens, operands.tile.rows)
+            _sum_rows_kernel[(triton.cdiv(width, SUM_COLS),)](
+                self.bias_partials, self.bias_grad[start:stop], row_tiles, width,
                 ROWS=SUM_ROWS, COLS=SUM_COLS, num_warps=4,
             )  # fmt: skip
         return out
+
+    def _out_handle(self, out: Tensor | None) -> object:
+        if not self.operands.tma or out is None:
+            return out
+        if self.out_handle is None or out.shape[1] < self.plan.slab:  # only the last slab can be narrower
+            self.out_handle = TensorDescriptor.from_tensor(out, [self.operands.tile.rows, self.operands.tile.cols])
+        return self.out_handle
 
     def _add_input_grad(self, logit_grads: Tensor | None, start: int, stop: int) -> None:
         assert logit_grads is not None

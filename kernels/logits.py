@@ -158,15 +158,6 @@ class LogitOperands:
         """The same for some of the tokens."""
         return replace(self, input=self.input[start:stop], target=self.target[start:stop])
 
-    def slab(self, start: int, stop: int) -> LogitOperands:
-        """The same for some of the classifier rows; the targets keep their numbers."""
-        return replace(
-            self,
-            weight=self.weight[start:stop],
-            bias=None if self.bias is None else self.bias[start:stop],
-            smoothing_weight=None if self.smoothing_weight is None else self.smoothing_weight[start:stop],
-        )
-
     def handles(self) -> tuple[Any, Any]:
         """E and C as the kernels take them: descriptors of their tiles, or pointers."""
         if not self.tma:
@@ -176,12 +167,16 @@ class LogitOperands:
             TensorDescriptor.from_tensor(self.weight, [self.tile.cols, self.tile.inner]),
         )
 
-    def grid(self) -> tuple[int]:
-        row_tiles, col_tiles = triton.cdiv(self.num_tokens, self.tile.rows), triton.cdiv(self.num_rows, self.tile.cols)
-        return (row_tiles * col_tiles,)
+    def grid(self, num_rows: int | None = None) -> tuple[int]:
+        """One program a tile, for so many classifier rows; all of them by default."""
+        num_rows = self.num_rows if num_rows is None else num_rows
+        return (triton.cdiv(self.num_tokens, self.tile.rows) * triton.cdiv(num_rows, self.tile.cols),)
 
     def sizes(self) -> tuple[int, ...]:
-        return self.num_tokens, self.num_rows, self.hidden, *self.input.stride(), *self.weight.stride()
+        return self.num_tokens, self.num_rows, *self.layout()
+
+    def layout(self) -> tuple[int, ...]:
+        return self.hidden, *self.input.stride(), *self.weight.stride()
 
     def flags(self) -> dict[str, Any]:
         """Compile-time arguments, derived from the operands."""

@@ -56,7 +56,7 @@ _HOPPER_16BIT_SHORT = Tile(128, 128, 64, warps=4, stages=3)
 _HOPPER_16BIT_FEW_ROWS = Tile(64, 256, 64, warps=4, stages=4)
 _16BIT = Tile(128, 128, 32, warps=8, stages=3, group=8)
 _TF32 = Tile(128, 128, 32, warps=8, stages=2, group=8)
-_IEEE = Tile(64, 64, 32, warps=4, stages=2, group=8)
+_IEEE = Tile(64, 64, 16, warps=4, stages=3, group=8)
 _INTERPRETER = Tile(16, 32, 16, warps=1, stages=1, group=2)
 
 
@@ -75,9 +75,14 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 def product_precision(dtype: torch.dtype) -> str:
     """``input_precision`` of ``tl.dot``: fp32 follows torch's switch, and 16-bit products are exact anyway."""
-    if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
-        return "tf32"
-    return "ieee"
+    return "tf32" if dtype == torch.float32 and _torch_uses_tf32() else "ieee"
+
+
+def _torch_uses_tf32() -> bool:
+    try:
+        return torch.backends.cuda.matmul.fp32_precision == "tf32"
+    except AttributeError:  # torch < 2.9
+        return torch.get_float32_matmul_precision() != "highest"
 
 
 def can_use_tma(tensor: Tensor) -> bool:

@@ -61,7 +61,9 @@ def test_library_products() -> None:
 @pytest.mark.parametrize("options", [{}, OPTION_SPECS["everything"] | {"strided": False}], ids=["plain", "everything"])
 def test_descriptors(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
     monkeypatch.setattr(tiles, "has_tma", lambda device: True)
-    check(LocalSpec(**options))
+    spec = LocalSpec(**options)
+    check(spec)
+    check(spec, workspace=12000)  # several slabs, the last one narrower
 
 
 def test_several_chunks_and_slabs_change_no_bit_of_the_forward() -> None:
