@@ -184,9 +184,11 @@ def test_nonsense_is_refused_in_one_sentence(
     arguments: list[str],
     world_size: int,
     message: str,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(EXAMPLES)
     import pretrain_gpt
 
