@@ -1,0 +1,857 @@
+"""The sampled backward pass: sparse, but for the hot rows.
+
+1. *Hot rows*, a small exact backward: their rows of C are gathered, G over them is one tile product, and two library
+   products make their part of grad E (in the result, rounded there) and of grad C (fp32).
+2. *grad E*, one program a token: it walks the token's list a few entries at a time. Gathering row v of C once gives the
+   logit (an fp32 dot product with the token's row of E), hence the weight, and then adds ``weight * C_v`` in registers.
+   The target's own entry, unless hot, comes last and is exact. Weights are kept, one a slot, for
+3. *grad C*, one program a row: the entries are transposed first. Each slot counts itself in at its column (integer
+   atomics), columns get consecutive places, and within a column entries are put back into ascending order, so neither
+   the sums nor their last bits depend on what the atomics did. Then each row of grad C is summed in registers and
+   written once; with ``accumulate``, rows that do not occur are not touched.
+4. Label smoothing, which without a softcap is a product of two vectors, is added where 2 and 3 write.
+
+Numerics:
+
+- A weight is ``p / pi`` with both from the same logit, so it hardly depends on the logit where ``pi < 1``. The division
+  is by ``fl(1 + pi) - 1``, the probability of the comparison that kept the entry. The forward's logit may differ in its
+  last bits; where pi is at the edge of being 0, the smallest nonzero one is meant.
+- Everything but the hot rows' products is fp32 whatever the inputs are, so fp16 needs care only there: G is scaled by
+  a power of two, as in ``exact``.
+- Tokens without gradient are never read: not their row of E, not their list.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .interface import GradientRequest, InputGradReady, LocalProblem, LogitGradient, SamplingPlan
+from .logits import LOG2E, LogitOperands, finish_logits, grouped_tile, row_products, tanh
+from .matmul import product
+from .select_entries import WORD_BITS, Selection
+from .tiles import INTERPRETED
+
+HOT_BYTES = 16 * 2**20
+"""Most memory for G over the hot rows: beyond it, tokens are taken in chunks."""
+MOST_IN_REGISTERS = 8192
+"""Longest row that one program holds; longer ones are read twice."""
+LONG_BLOCK = 2048
+SMALLEST_PROBABILITY = tl.constexpr(2.0**-23)
+FP16_PEAK_EXPONENT = 13
+SLOTS_AT_ONCE = 256
+SUM_ROWS, SUM_COLS = 32, 128
+
+
+@dataclass(frozen=True)
+class _Width:
+    """How a row of length D lies in registers: a power of two, and what is left of it.
+
+    ``main + rest`` is D for the sizes that models have; a single power of two would waste up to half.
+    """
+
+    main: int
+    rest: int
+    warps: int
+
+    @classmethod
+    def of(cls, hidden: int) -> _Width:
+        main = 1 << (hidden.bit_length() - 1)
+        rest = hidden - main
+        if rest * 4 > main * 3:
+            main, rest = 2 * main, 0
+        return cls(main, triton.next_power_of_2(rest) if rest else 0, max(1, min(8, main // 1024)))
+
+
+@triton.jit
+def _entry_gradient(  # type: ignore[no-untyped-def]
+    b_dot,
+    b_row,
+    m_entry,
+    m_target,
+    bias,
+    factor,
+    row_max,
+    log2_sum,
+    prob,
+    target_factor,
+    anchor,
+    scale,
+    softcap,
+    log2_inverse_eps,
+    HAS_BIAS: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+):
+    """The gradient in ``E C^T + b`` of some entries of one token, and of its target, from their dot products."""
+    b_z = b_dot
+    if HAS_BIAS:
+        b_z += tl.load(bias + b_row, mask=m_entry, other=0.0).to(tl.float32)
+    if HAS_SCALE:
+        b_z *= scale
+    if HAS_SOFTCAP:
+        b_z = softcap * tanh(b_z / softcap)
+    b_p = tl.exp2((b_z - row_max) * LOG2E - log2_sum)
+    b_odds = tl.exp2((b_z - anchor) * LOG2E + log2_inverse_eps)
+    b_pi = tl.maximum((1.0 + tl.minimum(b_odds, 1.0)) - 1.0, SMALLEST_PROBABILITY)
+    b_g = prob * b_p * tl.where(m_target, 1.0, factor / b_pi)
+    b_g = tl.where(m_target, b_g - target_factor, b_g)
+    if HAS_SOFTCAP:
+        b_ratio = b_z / softcap
+        b_g *= 1.0 - b_ratio * b_ratio
+    if HAS_SCALE:
+        b_g *= scale
+    return tl.where(m_entry, b_g, 0.0)
+
+
+@triton.jit
+def _has_cold_target(target, cold):  # type: ignore[no-untyped-def]
+    """1 for a token whose target is here and could be sampled (it is exact instead), else 0."""
+    word = tl.load(cold + tl.maximum(target, 0) // WORD_BITS)
+    return tl.where(target >= 0, (word >> (tl.maximum(target, 0) % WORD_BITS).to(tl.int32)) & 1, 0)
+
+
+@triton.jit
+def _entries(o, rows, n, size, target, has_target, budget):  # type: ignore[no-untyped-def]
+    """Rows of C at places ``o`` of token n's list, whose last entry is the target."""
+    m_list = o < size
+    m_target = o == tl.where(has_target != 0, size, -1)
+    b_row = tl.load(rows + n * budget + o, mask=m_list, other=0)
+    return tl.where(m_target, target.to(tl.int32), b_row), m_list | m_target, m_target
+
+
+@triton.jit(do_not_specialize=["budget"])
+def _input_grad_kernel(  # type: ignore[no-untyped-def]
+    input,
+    weight,
+    bias,
+    target,
+    cold,
+    rows,
+    found,
+    anchor,
+    row_max,
+    log_sum,
+    prob,
+    target_factor,
+    smoothing,
+    smoothed_weight,
+    active,
+    out,
+    slot_grads,
+    budget,
+    hidden,
+    input_stride_n,
+    input_stride_d,
+    weight_stride_v,
+    weight_stride_d,
+    scale,
+    softcap,
+    log2_inverse_eps,
+    HAS_BIAS: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SMOOTHING: tl.constexpr,
+    HAS_HOT: tl.constexpr,
+    WRITE: tl.constexpr,
+    KEEP: tl.constexpr,
+    MAIN: tl.constexpr,
+    REST: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    """One token whose row lies in registers: dot products and sums in one pass over its rows of C."""
+    n = tl.program_id(0).to(tl.int64)
+    o_d = tl.arange(0, MAIN)
+    m_d = o_d < hidden
+    p_out = out + n * hidden + o_d
+    if REST > 0:
+        o_r = MAIN + tl.arange(0, REST)
+        m_r = o_r < hidden
+        p_out_r = out + n * hidden + o_r
+    if not tl.load(active + n):
+        if WRITE:
+            tl.store(p_out, tl.zeros((MAIN,), dtype=tl.float32).to(out.dtype.element_ty), mask=m_d)
+            if REST > 0:
+                tl.store(p_out_r, tl.zeros((REST,), dtype=tl.float32).to(out.dtype.element_ty), mask=m_r)
+    else:
+        count = tl.load(found + n)
+        size = tl.minimum(count, budget)
+        factor = count.to(tl.float32) / tl.maximum(size, 1).to(tl.float32)
+        b_target = tl.load(target + n)
+        has_target = _has_cold_target(b_target, cold)
+        s_max = tl.load(row_max + n)
+        s_log2_sum = tl.load(log_sum + n) * LOG2E
+        s_prob = tl.load(prob + n)
+        s_target = tl.load(target_factor + n)
+        s_anchor = tl.load(anchor + n)
+        b_e = tl.load(input + n * input_stride_n + o_d.to(tl.int64) * input_stride_d, mask=m_d, other=0.0)
+        b_e = b_e.to(tl.float32)
+        b_acc = tl.zeros((MAIN,), dtype=tl.float32)
+        if REST > 0:
+            b_e_r = tl.load(input + n * input_stride_n + o_r.to(tl.int64) * input_stride_d, mask=m_r, other=0.0)
+            b_e_r = b_e_r.to(tl.float32)
+            b_acc_r = tl.zeros((REST,), dtype=tl.float32)
+
+        for first in range(0, size + has_target, AT_ONCE):
+            o = first + tl.arange(0, AT_ONCE)
+            b_row, m_entry, m_target = _entries(o, rows, n, size, b_target, has_target, budget)
+            p_row = weight + b_row.to(tl.int64) * weight_stride_v
+            b_c = tl.load(
+                p_row[:, None] + o_d.to(tl.int64)[None, :] * weight_stride_d,
+                mask=m_entry[:, None] & m_d[None, :], other=0.0,
+            ).to(tl.float32)  # fmt: skip
+            b_dot = tl.sum(b_c * b_e[None, :], 1)
+            if REST > 0:
+                b_c_r = tl.load(
+                    p_row[:, None] + o_r.to(tl.int64)[None, :] * weight_stride_d,
+                    mask=m_entry[:, None] & m_r[None, :], other=0.0,
+                ).to(tl.float32)  # fmt: skip
+                b_dot += tl.sum(b_c_r * b_e_r[None, :], 1)
+            b_g = _entry_gradient(
+                b_dot, b_row, m_entry, m_target, bias, factor, s_max, s_log2_sum, s_prob, s_target, s_anchor,
+                scale, softcap, log2_inverse_eps, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP,
+            )  # fmt: skip
+            if KEEP:
+                tl.store(slot_grads + n * (budget + 1) + o, b_g, mask=m_entry)
+            if WRITE:
+                b_acc += tl.sum(b_c * b_g[:, None], 0)
+                if REST > 0:
+                    b_acc_r += tl.sum(b_c_r * b_g[:, None], 0)
+
+        if WRITE:
+            if HAS_SMOOTHING:
+                s_smoothing = tl.load(smoothing + n) * scale
+                b_acc -= s_smoothing * tl.load(smoothed_weight + o_d, mask=m_d, other=0.0)
+            if HAS_HOT:
+                b_acc += tl.load(p_out, mask=m_d, other=0.0).to(tl.float32)
+            tl.store(p_out, b_acc.to(out.dtype.element_ty), mask=m_d)
+            if REST > 0:
+                if HAS_SMOOTHING:
+                    b_acc_r -= s_smoothing * tl.load(smoothed_weight + o_r, mask=m_r, other=0.0)
+                if HAS_HOT:
+                    b_acc_r += tl.load(p_out_r, mask=m_r, other=0.0).to(tl.float32)
+                tl.store(p_out_r, b_acc_r.to(out.dtype.element_ty), mask=m_r)
+
+
+@triton.jit(do_not_specialize=["budget"])
+def _long_weights_kernel(  # type: ignore[no-untyped-def]
+    input,
+    weight,
+    bias,
+    target,
+    cold,
+    rows,
+    found,
+    anchor,
+    row_max,
+    log_sum,
+    prob,
+    target_factor,
+    active,
+    slot_grads,
+    budget,
+    hidden,
+    input_stride_n,
+    input_stride_d,
+    weight_stride_v,
+    weight_stride_d,
+    scale,
+    softcap,
+    log2_inverse_eps,
+    HAS_BIAS: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    """One token whose row is too long for registers: the entries' weights."""
+    n = tl.program_id(0).to(tl.int64)
+    if tl.load(active + n):
+        count = tl.load(found + n)
+        size = tl.minimum(count, budget)
+        factor = count.to(tl.float32) / tl.maximum(size, 1).to(tl.float32)
+        b_target = tl.load(target + n)
+        has_target = _has_cold_target(b_target, cold)
+        for first in range(0, size + has_target, AT_ONCE):
+            o = first + tl.arange(0, AT_ONCE)
+            b_row, m_entry, m_target = _entries(o, rows, n, size, b_target, has_target, budget)
+            p_row = weight + b_row.to(tl.int64) * weight_stride_v
+            b_dot = tl.zeros((AT_ONCE,), dtype=tl.float32)
+            for d in range(0, hidden, BLOCK):
+                o_d = (d + tl.arange(0, BLOCK)).to(tl.int64)
+                m_d = o_d < hidden
+                b_e = tl.load(input + n * input_stride_n + o_d * input_stride_d, mask=m_d, other=0.0).to(tl.float32)
+                m = m_entry[:, None] & m_d[None, :]
+                b_c = tl.load(p_row[:, None] + o_d[None, :] * weight_stride_d, mask=m, other=0.0).to(tl.float32)
+                b_dot += tl.sum(b_c * b_e[None, :], 1)
+            b_g = _entry_gradient(
+                b_dot, b_row, m_entry, m_target, bias, factor,
+                tl.load(row_max + n), tl.load(log_sum + n) * LOG2E, tl.load(prob + n), tl.load(target_factor + n),
+                tl.load(anchor + n), scale, softcap, log2_inverse_eps, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP,
+            )  # fmt: skip
+            tl.store(slot_grads + n * (budget + 1) + o, b_g, mask=m_entry)
+
+
+@triton.jit(do_not_specialize=["budget", "num_blocks"])
+def _long_input_grad_kernel(  # type: ignore[no-untyped-def]
+    weight,
+    target,
+    cold,
+    rows,
+    found,
+    smoothing,
+    smoothed_weight,
+    active,
+    out,
+    slot_grads,
+    budget,
+    hidden,
+    num_blocks,
+    weight_stride_v,
+    weight_stride_d,
+    scale,
+    HAS_SMOOTHING: tl.constexpr,
+    HAS_HOT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    """One piece of one token's row of grad E, from weights that are known."""
+    n = (tl.program_id(0) // num_blocks).to(tl.int64)
+    o_d = (tl.program_id(0) % num_blocks * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    m_d = o_d < hidden
+    p_out = out + n * hidden + o_d
+    b_acc = tl.zeros((BLOCK,), dtype=tl.float32)
+    if tl.load(active + n):
+        size = tl.minimum(tl.load(found + n), budget)
+        b_target = tl.load(target + n)
+        has_target = _has_cold_target(b_target, cold)
+        for first in range(0, size + has_target, AT_ONCE):
+            o = first + tl.arange(0, AT_ONCE)
+            b_row, m_entry, _ = _entries(o, rows, n, size, b_target, has_target, budget)
+            b_g = tl.load(slot_grads + n * (budget + 1) + o, mask=m_entry, other=0.0)
+            p = weight + b_row.to(tl.int64)[:, None] * weight_stride_v + o_d[None, :] * weight_stride_d
+            b_c = tl.load(p, mask=m_entry[:, None] & m_d[None, :], other=0.0).to(tl.float32)
+            b_acc += tl.sum(b_c * b_g[:, None], 0)
+        if HAS_SMOOTHING:
+            b_acc -= tl.load(smoothing + n) * scale * tl.load(smoothed_weight + o_d, mask=m_d, other=0.0)
+        if HAS_HOT:
+            b_acc += tl.load(p_out, mask=m_d, other=0.0).to(tl.float32)
+    tl.store(p_out, b_acc.to(out.dtype.element_ty), mask=m_d)
+
+
+@triton.jit(do_not_specialize=["budget"])
+def _arrive_kernel(  # type: ignore[no-untyped-def]
+    target, cold, rows, found, active, column_counts, arrivals, budget, SIZE: tl.constexpr
+):
+    """Every slot counts itself in at its column, and keeps its number there: unique, in no particular order."""
+    n = tl.program_id(0).to(tl.int64)
+    if tl.load(active + n):
+        size = tl.minimum(tl.load(found + n), budget)
+        b_target = tl.load(target + n)
+        has_target = _has_cold_target(b_target, cold)
+        for first in range(0, size + has_target, SIZE):
+            o = first + tl.arange(0, SIZE)
+            b_row, m_entry, _ = _entries(o, rows, n, size, b_target, has_target, budget)
+            b_arrival = tl.atomic_add(column_counts + 1 + b_row, 1, mask=m_entry, sem="relaxed")
+            tl.store(arrivals + n * (budget + 1) + o, b_arrival, mask=m_entry)
+
+
+@triton.jit(do_not_specialize=["budget"])
+def _place_kernel(  # type: ignore[no-untyped-def]
+    target, cold, rows, found, active, starts, arrivals, placed, budget, SIZE: tl.constexpr
+):
+    """Slots go to their columns' places, in the order of arrival."""
+    n = tl.program_id(0).to(tl.int64)
+    if tl.load(active + n):
+        size = tl.minimum(tl.load(found + n), budget)
+        b_target = tl.load(target + n)
+        has_target = _has_cold_target(b_target, cold)
+        for first in range(0, size + has_target, SIZE):
+            o = first + tl.arange(0, SIZE)
+            b_row, m_entry, _ = _entries(o, rows, n, size, b_target, has_target, budget)
+            b_slot = n * (budget + 1) + o
+            b_place = tl.load(starts + b_row, mask=m_entry, other=0)
+            b_place += tl.load(arrivals + b_slot, mask=m_entry, other=0)
+            tl.store(placed + b_place, b_slot.to(placed.dtype.element_ty), mask=m_entry)
+
+
+@triton.jit(do_not_specialize=["budget"])
+def _order_kernel(  # type: ignore[no-untyped-def]
+    target, cold, rows, found, active, starts, placed, ordered, budget, SIZE: tl.constexpr
+):
+    """Within its column, a slot's place is the number of smaller slots there."""
+    n = tl.program_id(0).to(tl.int64)
+    if tl.load(active + n):
+        size = tl.minimum(tl.load(found + n), budget)
+        b_target = tl.load(target + n)
+        has_target = _has_cold_target(b_target, cold)
+        for first in range(0, size + has_target, SIZE):
+            o = first + tl.arange(0, SIZE)
+            b_row, m_entry, _ = _entries(o, rows, n, size, b_target, has_target, budget)
+            b_slot = n * (budget + 1) + o
+            b_start = tl.load(starts + b_row, mask=m_entry, other=0)
+            b_size = tl.load(starts + 1 + b_row, mask=m_entry, other=0) - b_start
+            b_place = b_start
+            for i in range(0, tl.max(b_size, 0)):
+                m = i < b_size
+                b_place += (m & (tl.load(placed + b_start + i, mask=m, other=0) < b_slot)).to(tl.int32)
+            tl.store(ordered + b_place, b_slot.to(ordered.dtype.element_ty), mask=m_entry)
+
+
+@triton.jit(do_not_specialize=["num_blocks", "slots_per_token"])
+def _weight_grad_kernel(  # type: ignore[no-untyped-def]
+    input,
+    starts,
+    ordered,
+    slot_grads,
+    hot_place,
+    hot_weight_grad,
+    hot_bias_grad,
+    smoothing_weight,
+    smoothed_input,
+    smoothing_sum,
+    out,
+    bias_out,
+    hidden,
+    num_blocks,
+    slots_per_token,
+    input_stride_n,
+    input_stride_d,
+    out_stride_v,
+    scale,
+    HAS_HOT: tl.constexpr,
+    HAS_SMOOTHING: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    WRITE: tl.constexpr,
+    BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    """One piece of one row of grad C; the first piece also makes the gradient of the row's bias."""
+    v = (tl.program_id(0) // num_blocks).to(tl.int64)
+    piece = tl.program_id(0) % num_blocks
+    o_d = (piece * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    m_d = o_d < hidden
+    begin = tl.load(starts + v)
+    end = tl.load(starts + v + 1)
+    hot = tl.full((), -1, tl.int32)
+    if HAS_HOT:
+        hot = tl.load(hot_place + v)
+
+    b_acc = tl.zeros((BLOCK,), dtype=tl.float32)
+    b_bias = tl.zeros((AT_ONCE,), dtype=tl.float32)
+    for first in range(begin, end, AT_ONCE):
+        o = first + tl.arange(0, AT_ONCE)
+        m = o < end
+        b_slot = tl.load(ordered + o, mask=m, other=0)
+        b_g = tl.load(slot_grads + b_slot, mask=m, other=0.0)
+        if WRITE:
+            p_e = input + (b_slot // slots_per_token).to(tl.int64)[:, None] * input_stride_n
+            b_e = tl.load(p_e + o_d[None, :] * input_stride_d, mask=m[:, None] & m_d[None, :], other=0.0)
+            b_acc += tl.sum(b_e.to(tl.float32) * b_g[:, None], 0)
+        b_bias += b_g
+
+    if WRITE:
+        occurs = (end > begin) | (hot >= 0)
+        if HAS_HOT:  # noqa: SIM102
+            if hot >= 0:
+                b_acc += tl.load(hot_weight_grad + hot.to(tl.int64) * hidden + o_d, mask=m_d, other=0.0)
+        if HAS_SMOOTHING:
+            occurs = occurs | True
+            s_c = tl.load(smoothing_weight + v) * scale
+            b_acc -= s_c * tl.load(smoothed_input + o_d, mask=m_d, other=0.0)
+        p_out = out + v * out_stride_v + o_d
+        if ACCUMULATE:
+            if occurs:
+                b_acc += tl.load(p_out, mask=m_d, other=0.0).to(tl.float32)
+                tl.store(p_out, b_acc.to(out.dtype.element_ty), mask=m_d)
+        else:
+            tl.store(p_out, b_acc.to(out.dtype.element_ty), mask=m_d)
+    if BIAS:  # noqa: SIM102
+        if piece == 0:
+            s_bias = tl.sum(b_bias, 0)
+            if HAS_HOT:  # noqa: SIM102
+                if hot >= 0:
+                    s_bias += tl.load(hot_bias_grad + hot)
+            if HAS_SMOOTHING:
+                s_bias -= tl.load(smoothing_weight + v) * scale * tl.load(smoothing_sum)
+            tl.store(bias_out + v, s_bias)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_rows"])
+def _hot_logit_grad_kernel(  # type: ignore[no-untyped-def]
+    input,
+    weight,
+    bias,
+    target,
+    present,
+    row_max,
+    log_sum,
+    prob,
+    target_factor,
+    active,
+    factor,
+    out,
+    bias_partials,
+    num_tokens,
+    num_rows,
+    hidden,
+    input_stride_n,
+    input_stride_d,
+    weight_stride_v,
+    weight_stride_d,
+    scale,
+    softcap,
+    HAS_BIAS: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SMOOTHING: tl.constexpr,
+    HAS_FACTOR: tl.constexpr,
+    BIAS_GRAD: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    INNER: tl.constexpr,
+    GROUP: tl.constexpr,
+    EVEN_INNER: tl.constexpr,
+    TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """A tile of G over the hot rows; 0 for those that another rank holds and for tokens without gradient."""
+    pid_n, pid_v = grouped_tile(tl.program_id(0), tl.cdiv(num_tokens, ROWS), tl.cdiv(num_rows, COLS), GROUP)
+    n0 = pid_n * ROWS
+    v0 = pid_v * COLS
+    o_n = n0 + tl.arange(0, ROWS)
+    o_v = v0 + tl.arange(0, COLS)
+    m_n = o_n < num_tokens
+    m_v = o_v < num_rows
+    b_z = row_products(
+        input, weight, n0, v0, num_tokens, num_rows, hidden,
+        input_stride_n, input_stride_d, weight_stride_v, weight_stride_d,
+        ROWS, COLS, INNER, EVEN_INNER, TMA, PRECISION,
+    )  # fmt: skip
+    b_bias = 0.0
+    if HAS_BIAS:
+        b_bias = tl.load(bias + o_v, mask=m_v, other=0.0).to(tl.float32)
+    b_z = finish_logits(b_z, b_bias, scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP)
+
+    b_max = tl.load(row_max + o_n, mask=m_n, other=0.0)
+    b_log2_sum = tl.load(log_sum + o_n, mask=m_n, other=0.0) * LOG2E
+    b_g = tl.exp2(tl.fma(b_z - b_max[:, None], LOG2E, -b_log2_sum[:, None]))
+    b_g *= tl.load(prob + o_n, mask=m_n, other=0.0)[:, None]
+    b_target = tl.load(target + o_n, mask=m_n, other=-1)
+    b_factor = tl.load(target_factor + o_n, mask=m_n, other=0.0)
+    b_g = tl.where(b_target[:, None] == o_v[None, :], b_g - b_factor[:, None], b_g)
+    if HAS_SOFTCAP:
+        b_ratio = b_z / softcap
+        b_g *= 1.0 - b_ratio * b_ratio
+    if HAS_SCALE:
+        b_g *= scale
+    b_active = tl.load(active + o_n, mask=m_n, other=0).to(tl.int32)
+    b_present = tl.load(present + o_v, mask=m_v, other=0).to(tl.int32)
+    b_g = tl.where((b_active[:, None] * b_present[None, :]) != 0, b_g, 0.0)
+    if BIAS_GRAD:
+        tl.store(bias_partials + pid_n.to(tl.int64) * num_rows + o_v, tl.sum(b_g, 0), mask=m_v)
+    if HAS_FACTOR:
+        b_g *= tl.load(factor)
+    p_out = out + o_n.to(tl.int64)[:, None] * num_rows + o_v[None, :]
+    tl.store(p_out, b_g.to(out.dtype.element_ty), mask=m_n[:, None] & m_v[None, :])
+
+
+@triton.jit(do_not_specialize=["num_rows", "rows_per_split"])
+def _weighted_sum_kernel(  # type: ignore[no-untyped-def]
+    matrix,
+    factors,
+    active,
+    out,
+    num_rows,
+    hidden,
+    rows_per_split,
+    stride_row,
+    stride_col,
+    HAS_ACTIVE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    """``factors @ matrix`` over some of its rows; rows of factor 0 or without gradient may hold anything."""
+    o_col = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    split = tl.program_id(1)
+    last = tl.minimum((split + 1) * rows_per_split, num_rows)
+    b_acc = tl.zeros((ROWS, COLS), dtype=tl.float32)
+    for r in range(split * rows_per_split, last, ROWS):
+        o_row = (r + tl.arange(0, ROWS)).to(tl.int64)
+        m_row = o_row < last
+        b_factor = tl.load(factors + o_row, mask=m_row, other=0.0)
+        m_row = m_row & (b_factor != 0.0)
+        if HAS_ACTIVE:
+            m_row = m_row & (tl.load(active + o_row, mask=m_row, other=0) != 0)
+        p = matrix + o_row[:, None] * stride_row + o_col.to(tl.int64)[None, :] * stride_col
+        b = tl.load(p, mask=m_row[:, None] & (o_col < hidden)[None, :], other=0.0).to(tl.float32)
+        b_acc += tl.where(m_row, b_factor, 0.0)[:, None] * b
+    tl.store(out + split.to(tl.int64) * hidden + o_col, tl.sum(b_acc, 0), mask=o_col < hidden)
+
+
+def weighted_sum(matrix: Tensor, factors: Tensor, active: Tensor | None) -> Tensor:
+    """fp32 ``factors @ matrix``, ``[D]``, in an order that depends on shapes alone."""
+    num_rows, hidden = matrix.shape
+    splits = max(1, min(64, num_rows // 256))
+    out = torch.empty(splits, hidden, dtype=torch.float32, device=matrix.device)
+    rows_per_split = triton.cdiv(triton.cdiv(num_rows, splits), SUM_ROWS) * SUM_ROWS
+    _weighted_sum_kernel[(triton.cdiv(hidden, SUM_COLS), splits)](
+        matrix, factors, active, out, num_rows, hidden, rows_per_split, *matrix.stride(),
+        HAS_ACTIVE=active is not None, ROWS=SUM_ROWS, COLS=SUM_COLS, num_warps=4,
+    )  # fmt: skip
+    return out.sum(0)
+
+
+def sampled_gradients(
+    problem: LocalProblem,
+    plan: SamplingPlan,
+    selection: Selection,
+    logit_grad: LogitGradient,
+    request: GradientRequest,
+    on_input_grad: InputGradReady,
+    *,
+    allow_tma: bool = True,
+    library: bool | None = None,
+) -> Tensor | None:
+    """The contract's ``sampled_gradients``.
+
+    Args:
+        allow_tma: whether tensor memory descriptors may be used where they can.
+        library: forces the hot rows' products' way, see :func:`.matmul.product`.
+    """
+    if problem.num_tokens == 0 or problem.num_rows == 0:
+        return _nothing_to_sample(problem, request, on_input_grad)
+    return _Backward(problem, plan, selection, logit_grad, request, allow_tma, library).run(on_input_grad)
+
+
+def _nothing_to_sample(problem: LocalProblem, request: GradientRequest, on_input_grad: InputGradReady) -> Tensor | None:
+    if request.weight is not None and not request.weight.accumulate:
+        request.weight.buffer.zero_()
+    if request.input_dtype is not None:
+        on_input_grad(torch.zeros_like(problem.input, dtype=request.input_dtype, memory_format=torch.contiguous_format))
+    return problem.weight.new_zeros(problem.num_rows, dtype=torch.float32) if request.bias else None
+
+
+@dataclass(frozen=True)
+class _HotPart:
+    """The hot rows' share of the gradients; ``place[v]`` is the number of row v among them, or -1."""
+
+    place: Tensor
+    weight_grad: Tensor | None
+    bias_grad: Tensor | None
+
+
+class _Backward:
+    """One sampled backward pass."""
+
+    def __init__(
+        self,
+        problem: LocalProblem,
+        plan: SamplingPlan,
+        selection: Selection,
+        logit_grad: LogitGradient,
+        request: GradientRequest,
+        allow_tma: bool,
+        library: bool | None,
+    ) -> None:
+        self.problem = problem
+        self.plan = plan
+        self.selection = selection
+        self.request = request
+        self.allow_tma = allow_tma
+        self.library = library
+        self.bias = None if problem.bias is None else problem.bias.contiguous()
+        self.target = problem.target.contiguous()
+        self.active = logit_grad.active.contiguous()
+        self.anchor = plan.anchor.contiguous()
+        self.max = logit_grad.max.contiguous()
+        self.log_sum = logit_grad.log_sum.contiguous()
+        self.prob = logit_grad.prob.contiguous()
+        self.target_factor = logit_grad.target.contiguous()
+        self.smoothing = self.smoothing_weight = None
+        if logit_grad.smoothing is not None and problem.smoothing_weight is not None:
+            self.smoothing = logit_grad.smoothing.contiguous()
+            self.smoothing_weight = problem.smoothing_weight.contiguous()
+        self.columns = request.weight is not None or request.bias
+        self.input_grad = None
+        if request.input_dtype is not None:
+            self.input_grad = problem.input.new_empty(problem.input.shape, dtype=request.input_dtype)
+
+    def run(self, on_input_grad: InputGradReady) -> Tensor | None:
+        hot = self._hot_part() if self.plan.hot.numel() > 0 else None
+        slots = self.problem.num_tokens * (self.selection.budget + 1)
+        slot_grads = self.problem.input.new_empty(slots, dtype=torch.float32)
+        self._entry_pass(slot_grads, has_hot=hot is not None)
+        if self.input_grad is not None:
+            on_input_grad(self.input_grad)
+        if not self.columns:
+            return None
+        starts, ordered = self._transpose(slots)
+        return self._weight_grad(hot, slot_grads, starts, ordered)
+
+    # -- hot rows
+
+    def _hot_part(self) -> _HotPart:
+        problem, hot = self.problem, self.plan.hot
+        num_hot, hidden = hot.shape[0], problem.hidden_size
+        present = hot >= 0
+        rows = hot.clamp(min=0)
+        place = torch.full((problem.num_rows + 1,), -1, dtype=torch.int32, device=hot.device)
+        numbers = torch.arange(num_hot, dtype=torch.int32, device=hot.device)
+        place.scatter_(0, torch.where(present, hot, problem.num_rows), torch.where(present, numbers, -1))
+        weight = problem.weight.index_select(0, rows)
+        weight = torch.where(present[:, None], weight, torch.zeros((), dtype=weight.dtype, device=weight.device))
+        target = place[:-1].index_select(0, self.target.clamp(min=0)).long()
+        target = torch.where(self.target >= 0, target, -1)
+        sub_problem = replace(
+            problem,
+            weight=weight,
+            target=target,
+            bias=None if self.bias is None else self.bias.index_select(0, rows),
+            smoothing_weight=None,
+        )
+        operands = LogitOperands.prepare(sub_problem, allow_tma=self.allow_tma)
+        factor, inverse_factor = self._factors()
+        weight_grad = bias_grad = bias_partials = None
+        if self.request.weight is not None:
+            weight_grad = weight.new_zeros((num_hot, hidden), dtype=torch.float32)
+        tile_rows = operands.tile.rows
+        chunk = max(1, HOT_BYTES // (num_hot * weight.element_size() * tile_rows)) * tile_rows
+        chunk = min(chunk, problem.num_tokens)
+        logit_grads = weight.new_empty((chunk, num_hot))
+        row_tiles = triton.cdiv(chunk, tile_rows)
+        if self.request.bias:
+            bias_grad = weight.new_zeros(num_hot, dtype=torch.float32)
+            bias_partials = weight.new_empty((row_tiles, num_hot), dtype=torch.float32)
+        for start in range(0, problem.num_tokens, chunk):
+            stop = min(start + chunk, problem.num_tokens)
+            part, g = operands.tokens(start, stop), logit_grads[: stop - start]
+            _hot_logit_grad_kernel[part.grid()](
+                *part.handles(), part.bias, part.target, present,
+                self.max[start:stop], self.log_sum[start:stop], self.prob[start:stop], self.target_factor[start:stop],
+                self.active[start:stop], factor, g, bias_partials,
+                *part.sizes(), part.scale, part.softcap or 1.0,
+                HAS_FACTOR=factor is not None, BIAS_GRAD=bias_partials is not None, **part.flags(),
+            )  # fmt: skip
+            if bias_grad is not None and bias_partials is not None:
+                bias_grad += bias_partials[: triton.cdiv(stop - start, tile_rows)].sum(0)
+            if weight_grad is not None:
+                safe = self._safe_input(start, stop)
+                product(weight_grad, g.T, safe, accumulate=start > 0, factor=inverse_factor, library=self.library)
+            if self.input_grad is not None:
+                out = self.input_grad[start:stop]
+                product(out, g, weight, accumulate=False, factor=inverse_factor, library=self.library)
+        return _HotPart(place, weight_grad, bias_grad)
+
+    def _safe_input(self, start: int, stop: int) -> Tensor:
+        """E with 0 in rows without gradient, which may hold NaN; in the memory of grad E's result if it fits there."""
+        part = self.problem.input[start:stop]
+        out = None
+        if self.input_grad is not None and self.input_grad.element_size() == part.element_size():
+            out = self.input_grad[start:stop].view(part.dtype)
+        zero = torch.zeros((), dtype=part.dtype, device=part.device)
+        return torch.where(self.active[start:stop, None], part, zero, out=out)
+
+    def _factors(self) -> tuple[Tensor | None, Tensor | None]:
+        """The power of two for fp16's G, and its inverse; None for other dtypes."""
+        if self.problem.input.dtype != torch.float16:
+            return None, None
+        bound = torch.maximum(self.prob.abs(), self.target_factor.abs())
+        largest = torch.where(self.active & bound.isfinite(), bound, 0.0).max() * abs(self.problem.logit_scale)
+        exponent = torch.frexp(largest).exponent.clamp(-100, 100)
+        return _power_of_two(FP16_PEAK_EXPONENT - exponent), _power_of_two(exponent - FP16_PEAK_EXPONENT)
+
+    # -- grad E, and the weights of all entries
+
+    def _entry_pass(self, slot_grads: Tensor, *, has_hot: bool) -> None:
+        problem, selection = self.problem, self.selection
+        smoothed = None
+        if self.smoothing_weight is not None and self.input_grad is not None:
+            smoothed = weighted_sum(problem.weight, self.smoothing_weight, None)
+        lists = (self.target, selection.cold, selection.rows, selection.found)
+        vectors = (self.anchor, self.max, self.log_sum, self.prob, self.target_factor)
+        scalars = (problem.logit_scale, problem.softcap or 1.0, -math.log2(self.plan.eps))
+        flags = {
+            "HAS_BIAS": self.bias is not None,
+            "HAS_SCALE": problem.logit_scale != 1.0,
+            "HAS_SOFTCAP": problem.softcap is not None,
+        }
+        grid = (problem.num_tokens,)
+        if problem.hidden_size <= MOST_IN_REGISTERS:
+            width = _Width.of(problem.hidden_size)
+            _input_grad_kernel[grid](
+                problem.input, problem.weight, self.bias, *lists, *vectors, self.smoothing, smoothed,
+                self.active, self.input_grad, slot_grads, selection.budget, problem.hidden_size,
+                *problem.input.stride(), *problem.weight.stride(), *scalars,
+                HAS_SMOOTHING=smoothed is not None, HAS_HOT=has_hot, WRITE=self.input_grad is not None,
+                KEEP=self.columns, MAIN=width.main, REST=width.rest, AT_ONCE=4, num_warps=width.warps, **flags,
+            )  # fmt: skip
+            return
+        _long_weights_kernel[grid](
+            problem.input, problem.weight, self.bias, *lists, *vectors,
+            self.active, slot_grads, selection.budget, problem.hidden_size,
+            *problem.input.stride(), *problem.weight.stride(), *scalars,
+            BLOCK=LONG_BLOCK, AT_ONCE=4, num_warps=4, **flags,
+        )  # fmt: skip
+        if self.input_grad is not None:
+            blocks = triton.cdiv(problem.hidden_size, LONG_BLOCK)
+            _long_input_grad_kernel[(problem.num_tokens * blocks,)](
+                problem.weight, *lists, self.smoothing, smoothed, self.active, self.input_grad, slot_grads,
+                selection.budget, problem.hidden_size, blocks, *problem.weight.stride(), problem.logit_scale,
+                HAS_SMOOTHING=smoothed is not None, HAS_HOT=has_hot, BLOCK=LONG_BLOCK, AT_ONCE=4, num_warps=4,
+            )  # fmt: skip
+
+    # -- grad C
+
+    def _transpose(self, slots: int) -> tuple[Tensor, Tensor]:
+        """Where each row's slots begin, int32 ``[V + 1]``, and all slots by row, ascending within a row."""
+        selection = self.selection
+        dtype = torch.int32 if slots < 2**31 else torch.int64
+        counts = torch.zeros(self.problem.num_rows + 1, dtype=torch.int32, device=self.target.device)
+        arrivals = selection.rows.new_empty(slots, dtype=dtype)
+        placed = selection.rows.new_empty(slots, dtype=dtype)
+        lists = (self.target, selection.cold, selection.rows, selection.found, self.active)
+        size = 16 if INTERPRETED else SLOTS_AT_ONCE
+        grid = (self.problem.num_tokens,)
+        _arrive_kernel[grid](*lists, counts, arrivals, selection.budget, SIZE=size, num_warps=4)
+        starts = counts.cumsum(0, dtype=dtype)
+        _place_kernel[grid](*lists, starts, arrivals, placed, selection.budget, SIZE=size, num_warps=4)
+        # The numbers of arrival are spent.
+        _order_kernel[grid](*lists, starts, placed, arrivals, selection.budget, SIZE=size, num_warps=4)
+        return starts, arrivals
+
+    def _weight_grad(self, hot: _HotPart | None, slot_grads: Tensor, starts: Tensor, ordered: Tensor) -> Tensor | None:
+        problem, request = self.problem, self.request
+        bias_grad = problem.weight.new_empty(problem.num_rows, dtype=torch.float32) if request.bias else None
+        smoothed = total = None
+        if self.smoothing is not None:
+            if request.weight is not None:
+                smoothed = weighted_sum(problem.input, self.smoothing, self.active)
+            total = torch.where(self.active, self.smoothing, 0.0).sum()
+        buffer = None if request.weight is None else request.weight.buffer
+        block = min(triton.next_power_of_2(problem.hidden_size), 512)
+        blocks = 1 if buffer is None else triton.cdiv(problem.hidden_size, block)
+        _weight_grad_kernel[(problem.num_rows * blocks,)](
+            problem.input, starts, ordered, slot_grads,
+            None if hot is None else hot.place,
+            None if hot is None else hot.weight_grad,
+            None if hot is None else hot.bias_grad,
+            self.smoothing_weight, smoothed, total, buffer, bias_grad,
+            problem.hidden_size, blocks, self.selection.budget + 1,
+            *problem.input.stride(), 0 if buffer is None else buffer.stride(0), problem.logit_scale,
+            HAS_HOT=hot is not None, HAS_SMOOTHING=self.smoothing is not None,
+            ACCUMULATE=request.weight is not None and request.weight.accumulate,
+            WRITE=buffer is not None, BIAS=bias_grad is not None, BLOCK=block, AT_ONCE=4, num_warps=1,
+        )  # fmt: skip
+        return bias_grad
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """``2 ** exponent`` without rounding, built from its bits."""
+    return ((exponent.to(torch.int32) + 127) << 23).view(torch.float32)

@@ -1,0 +1,416 @@
+"""The forward pass of the sampled mode: every logit reduced on chip as in ``forward``, and decided upon as well.
+
+A tile of z serves three purposes before it is dropped:
+
+1. ``e = exp(z - r)`` with the token's anchor r is summed: the softmax's partial. Since r is close to the token's LSE,
+   no maximum has to be found first; the partial is a sum and the reference that it is relative to.
+2. ``1 + e / eps`` is compared with the entry's random number in [1, 2): the decisions of ``sampling.inclusion``.
+3. The decisions are packed, 32 neighbouring columns to a word of a bitmap. What is never sampled (hot rows, the tail of
+   the vocabulary, tokens without gradient, a token's own target) is cleared there, a word at a time.
+
+A second kernel folds the partials (``forward``'s own), a third turns each token's bits into a list of rows of C, in
+order, thinned to the budget. Tokens are taken in chunks that keep bitmap and partials small.
+
+Numerics:
+
+- A tile whose sum does not lie well inside fp32's range for one of its tokens (an anchor far off, a NaN) redoes its
+  sums relative to its own maxima. So the LSE is right whatever the anchor, and the LSE is all that it could harm.
+- With statistics or label smoothing, partials are relative to the tile's maximum as in ``forward``.
+- The comparison needs no ``min``: a probability beyond 1 is above every random number. A NaN is above none.
+- Lists have a fixed place for each token, ``budget`` entries wide, so nothing depends on how many were kept.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import forward, sampling
+from .interface import LocalProblem, Partials, SamplingPlan
+from .logits import LOG2E, LogitOperands, finish_logits, grouped_tile, row_products
+from .tiles import Tile
+from .workspace import ALLOCATION, FP32_BYTES, allocated, workspace_too_small
+
+CHUNK_BYTES = 48 * 2**20
+"""Default size of the bitmap and the partials together: beyond it, tokens are taken in chunks."""
+WORD_BITS: tl.constexpr = tl.constexpr(32)
+LIST_WORDS = 1024
+HASH_SIZE = 1024
+
+GOLDEN = tl.constexpr(sampling.GOLDEN)
+MIX_1 = tl.constexpr(sampling.MIX_1)
+MIX_2 = tl.constexpr(sampling.MIX_2)
+SCRAMBLE = tl.constexpr(sampling.SCRAMBLE)
+TOKEN_SALT = tl.constexpr(sampling.TOKEN_SALT)
+ID_SALT = tl.constexpr(sampling.ID_SALT)
+PHASE_SALT = tl.constexpr(sampling.PHASE_SALT)
+SMALLEST_SUM = tl.constexpr(2.0**-90)
+LARGEST_SUM = tl.constexpr(2.0**100)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The entries kept: for each token a list of rows of C in ascending order, in a place of fixed width.
+
+    Attributes:
+        rows: int32 ``[N, B]``; only the first ``min(found, B)`` of a line mean something.
+        found: int32 ``[N]``, how many entries were kept before thinning to B.
+        cold: int32 words, bit ``v % 32`` of word ``v // 32`` says that row v may be sampled.
+    """
+
+    rows: Tensor
+    found: Tensor
+    cold: Tensor
+
+    @property
+    def budget(self) -> int:
+        return self.rows.shape[1]
+
+    @property
+    def kept(self) -> Tensor:
+        return self.found.clamp(max=self.budget).sum(dtype=torch.int64)
+
+
+@triton.jit
+def mix(x):  # type: ignore[no-untyped-def]
+    """``sampling.mix`` of uint32."""
+    x = x ^ (x >> 16)
+    x = x * MIX_1
+    x = x ^ (x >> 15)
+    x = x * MIX_2
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def token_hash(seed, tokens):  # type: ignore[no-untyped-def]
+    b_low = (seed & 0xFFFFFFFF).to(tl.uint32)
+    b_high = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    return mix(mix(tokens.to(tl.uint32) * GOLDEN + b_low) + b_high + TOKEN_SALT)
+
+
+@triton.jit
+def id_hash(seed, ids):  # type: ignore[no-untyped-def]
+    return mix(ids.to(tl.uint32) * GOLDEN + ID_SALT + (seed & 0xFFFFFFFF).to(tl.uint32))
+
+
+@triton.jit
+def popcount(x):  # type: ignore[no-untyped-def]
+    """Bits set in each uint32, as int32."""
+    x = x - ((x >> 1) & 0x55555555)
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F
+    return ((x * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_rows", "first_id"])
+def _hash_kernel(seed, token_hashes, id_hashes, num_tokens, num_rows, first_id, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Every token's and every row's hash: a tile would repeat it for each of its threads."""
+    o = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    b_seed = tl.load(seed)
+    tl.store(token_hashes + o, token_hash(b_seed, o).to(tl.int32, bitcast=True), mask=o < num_tokens)
+    tl.store(id_hashes + o, id_hash(b_seed, first_id + o).to(tl.int32, bitcast=True), mask=o < num_rows)
+
+
+@triton.jit
+def _halves(b):  # type: ignore[no-untyped-def]
+    """Left and right columns; in registers only."""
+    return tl.split(tl.permute(tl.reshape(b, (b.shape[0], 2, b.shape[1] // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def _quarters(b):  # type: ignore[no-untyped-def]
+    b_left, b_right = _halves(b)
+    b_0, b_1 = _halves(b_left)
+    b_2, b_3 = _halves(b_right)
+    return b_0, b_1, b_2, b_3
+
+
+@triton.jit
+def _decide(  # type: ignore[no-untyped-def]
+    b_z,
+    b_anchor,
+    b_token,
+    b_own,
+    m_n,
+    b_id,
+    cold,
+    p_words,
+    v0,
+    log2_inverse_eps,
+):
+    """Store the decisions on some columns of a tile, and return each token's sum of ``exp(z - r) / eps``.
+
+    Taking few columns at a time keeps the temporaries in registers.
+    """
+    COLS: tl.constexpr = b_z.shape[1]
+    WORDS: tl.constexpr = COLS // WORD_BITS
+    o_word = v0 // WORD_BITS + tl.arange(0, WORDS)
+    b_cold = tl.load(cold + o_word)
+    b_odds = tl.exp2(tl.fma(b_z - b_anchor[:, None], LOG2E, log2_inverse_eps))
+    b_x = (b_token[:, None] ^ b_id) * GOLDEN
+    b_x = (b_x ^ (b_x >> 15)) * SCRAMBLE
+    b_u = ((b_x >> 9) | 0x3F800000).to(tl.float32, bitcast=True)
+    b_bits = tl.where(b_u < b_odds + 1.0, (1 << (tl.arange(0, COLS) % WORD_BITS))[None, :], 0)
+    b_words = tl.xor_sum(tl.reshape(b_bits, (b_z.shape[0], WORDS, WORD_BITS)), 2)
+    m_own = (b_own // WORD_BITS)[:, None] == o_word[None, :]
+    b_words &= b_cold[None, :] & ~tl.where(m_own, (1 << (b_own % WORD_BITS))[:, None], 0)
+    tl.store(p_words[:, None] + o_word[None, :], b_words, mask=m_n[:, None])
+    return tl.sum(b_odds, 1)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_rows", "words_per_token"])
+def _select_kernel(  # type: ignore[no-untyped-def]
+    input,
+    weight,
+    bias,
+    smoothing_weight,
+    target,
+    anchor,
+    token_hashes,
+    id_hashes,
+    cold,
+    partials,
+    partial_argmax,
+    smoothing_mass,
+    target_logit,
+    bitmap,
+    num_tokens,
+    num_rows,
+    hidden,
+    input_stride_n,
+    input_stride_d,
+    weight_stride_v,
+    weight_stride_d,
+    scale,
+    softcap,
+    eps,
+    log2_inverse_eps,
+    words_per_token,
+    HAS_BIAS: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SMOOTHING: tl.constexpr,
+    STATS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    INNER: tl.constexpr,
+    GROUP: tl.constexpr,
+    EVEN_INNER: tl.constexpr,
+    TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    QUARTERS: tl.constexpr = COLS >= 4 * WORD_BITS
+    PART: tl.constexpr = COLS // 4
+    num_tiles = tl.cdiv(num_rows, COLS)
+    pid_n, pid_v = grouped_tile(tl.program_id(0), tl.cdiv(num_tokens, ROWS), num_tiles, GROUP)
+    n0 = pid_n * ROWS
+    v0 = pid_v * COLS
+
+    # Small loads go before the product, which hides them.
+    o_n = n0 + tl.arange(0, ROWS)
+    o_v = v0 + tl.arange(0, COLS)
+    m_n = o_n < num_tokens
+    m_v = o_v < num_rows
+    b_target = tl.load(target + o_n, mask=m_n, other=-1)
+    m_hit = (b_target >= v0) & (b_target < v0 + COLS)
+    b_col = tl.where(m_hit, b_target - v0, -1).to(tl.int32)
+    b_anchor = tl.load(anchor + o_n, mask=m_n, other=0.0)
+    b_token = tl.load(token_hashes + o_n, mask=m_n, other=0).to(tl.uint32, bitcast=True)
+    b_id = tl.load(id_hashes + o_v, mask=m_v, other=0).to(tl.uint32, bitcast=True)
+    b_bias = 0.0
+    if HAS_BIAS:
+        b_bias = tl.load(bias + o_v, mask=m_v, other=0.0).to(tl.float32)
+
+    b_z = row_products(
+        input, weight, n0, v0, num_tokens, num_rows, hidden,
+        input_stride_n, input_stride_d, weight_stride_v, weight_stride_d,
+        ROWS, COLS, INNER, EVEN_INNER, TMA, PRECISION,
+    )  # fmt: skip
+    b_z = finish_logits(b_z, b_bias, scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP)
+
+    if tl.max(m_hit.to(tl.int32), 0) > 0:  # few tiles hold a target of their tokens
+        m_target = b_col[:, None] == tl.arange(0, COLS)[None, :]
+        tl.store(target_logit + o_n, tl.sum(tl.where(m_target, b_z, 0.0), 1), mask=m_hit)
+    if v0 + COLS > num_rows:
+        b_z = tl.where(m_v[None, :], b_z, float("-inf"))
+
+    # A token without gradient: its decisions are stored, and dropped with the others that the lists leave out.
+    b_own = tl.where(m_hit, b_target, -1).to(tl.int32)
+    p_words = bitmap + o_n.to(tl.int64) * words_per_token
+    if QUARTERS:
+        b_0, b_1, b_2, b_3 = _quarters(b_z)
+        b_id_0, b_id_1, b_id_2, b_id_3 = _quarters(b_id[None, :])
+        b_odds = _decide(b_0, b_anchor, b_token, b_own, m_n, b_id_0, cold, p_words, v0, log2_inverse_eps)
+        b_odds += _decide(b_1, b_anchor, b_token, b_own, m_n, b_id_1, cold, p_words, v0 + PART, log2_inverse_eps)
+        b_odds += _decide(b_2, b_anchor, b_token, b_own, m_n, b_id_2, cold, p_words, v0 + 2 * PART, log2_inverse_eps)
+        b_odds += _decide(b_3, b_anchor, b_token, b_own, m_n, b_id_3, cold, p_words, v0 + 3 * PART, log2_inverse_eps)
+    else:
+        b_odds = _decide(b_z, b_anchor, b_token, b_own, m_n, b_id[None, :], cold, p_words, v0, log2_inverse_eps)
+
+    field = num_tiles.to(tl.int64) * num_tokens
+    p_out = partials + pid_v.to(tl.int64) * num_tokens + o_n
+    if STATS or HAS_SMOOTHING:
+        b_max = tl.max(b_z, 1)
+        b_ref = tl.where(b_max > float("-inf"), b_max, 0.0)
+        b_shifted = b_z - b_ref[:, None]
+        b_exp = tl.exp2(b_shifted * LOG2E)
+        b_sum = tl.sum(b_exp, 1)
+        b_ref = b_max
+        if HAS_SMOOTHING:
+            b_c = tl.load(smoothing_weight + o_v, mask=m_v, other=0.0)
+            b_smooth = tl.where((b_c != 0.0)[None, :], b_c[None, :] * b_shifted, 0.0)
+            tl.store(p_out + 2 * field, tl.sum(b_smooth, 1), mask=m_n)
+            tl.store(smoothing_mass + pid_v, tl.sum(b_c, 0))  # by every tile of tokens, the same
+        if STATS:
+            b_entropy = tl.where(b_exp == 0.0, 0.0, b_exp * b_shifted)
+            tl.store(p_out + (2 + HAS_SMOOTHING) * field, tl.sum(b_entropy, 1), mask=m_n)
+            b_ids = tl.where(b_z == b_max[:, None], o_v[None, :], 2147483647)
+            tl.store(partial_argmax + pid_v.to(tl.int64) * num_tokens + o_n, tl.min(b_ids, 1), mask=m_n)
+    else:
+        m_fine = (b_odds > SMALLEST_SUM) & (b_odds < LARGEST_SUM)
+        b_ref = b_anchor
+        b_sum = b_odds * eps
+        if tl.min((m_fine | ~m_n).to(tl.int32), 0) == 0:
+            b_ref = tl.max(b_z, 1)
+            b_top = tl.where(b_ref > float("-inf"), b_ref, 0.0)
+            b_sum = tl.sum(tl.exp2((b_z - b_top[:, None]) * LOG2E), 1)
+    tl.store(p_out, b_ref, mask=m_n)
+    tl.store(p_out + field, b_sum, mask=m_n)
+
+
+@triton.jit(do_not_specialize=["words_per_token", "budget"])
+def _list_kernel(  # type: ignore[no-untyped-def]
+    bitmap,
+    token_hashes,
+    active,
+    found,
+    rows,
+    words_per_token,
+    budget,
+    SIZE: tl.constexpr,
+):
+    """One token's bits, counted and then written out as rows of C."""
+    n = tl.program_id(0).to(tl.int64)
+    p_words = bitmap + n * words_per_token
+    o = tl.arange(0, SIZE)
+    b_counts = tl.zeros((SIZE,), dtype=tl.int32)
+    if tl.load(active + n):
+        for w in range(0, words_per_token, SIZE):
+            b_word = tl.load(p_words + w + o, mask=w + o < words_per_token, other=0).to(tl.uint32, bitcast=True)
+            b_counts += popcount(b_word)
+    count = tl.sum(b_counts, 0)
+    tl.store(found + n, count)
+
+    size = tl.minimum(count, budget).to(tl.int64)
+    phase = mix(tl.load(token_hashes + n).to(tl.uint32, bitcast=True) + PHASE_SALT).to(tl.int64) * count >> 32
+    late = (phase >= size).to(tl.int64)
+    p_rows = rows + n * budget
+    done = count * 0
+    for w in range(0, words_per_token, SIZE):
+        if done < count:
+            b_word = tl.load(p_words + w + o, mask=w + o < words_per_token, other=0).to(tl.uint32, bitcast=True)
+            b_counts = popcount(b_word)
+            b_place = done + tl.cumsum(b_counts, 0) - b_counts
+            for _ in range(0, tl.max(b_counts, 0)):  # a word's lowest bit each time
+                b_row = (w + o) * WORD_BITS + popcount((b_word & (~b_word + 1)) - 1)
+                if count <= budget:
+                    tl.store(p_rows + b_place, b_row, mask=b_word != 0)
+                else:
+                    b_running = b_place.to(tl.int64) * size + phase
+                    b_thinned = b_running // count - late
+                    tl.store(p_rows + b_thinned, b_row, mask=(b_word != 0) & (b_running % count < size))
+                b_word = b_word & (b_word - 1)
+                b_place += 1
+            done += tl.sum(b_counts, 0)
+
+
+def select(
+    problem: LocalProblem, plan: SamplingPlan, *, stats: bool, allow_tma: bool = True
+) -> tuple[Partials, Selection]:
+    """The contract's ``select``.
+
+    Args:
+        allow_tma: whether tensor memory descriptors may be used where they can.
+
+    Raises:
+        ValueError: the workspace does not hold the lists, and what one tile of tokens needs.
+    """
+    num_tokens, num_rows, device = problem.num_tokens, problem.num_rows, problem.input.device
+    smoothing = problem.smoothing_weight is not None
+    results = forward._empty_shard(num_tokens, device, smoothing=smoothing, stats=stats)
+    new = problem.input.new_empty
+    budget = min(plan.budget, num_rows)
+    rows = new((num_tokens, budget), dtype=torch.int32)
+    if num_tokens == 0 or num_rows == 0:
+        nothing = torch.zeros(num_tokens, dtype=torch.int32, device=device)
+        return results, Selection(rows, nothing, nothing)
+
+    operands = LogitOperands.prepare(problem, allow_tma=allow_tma)
+    num_tiles = triton.cdiv(num_rows, operands.tile.cols)
+    words = num_tiles * operands.tile.cols // WORD_BITS.value
+    selection = Selection(rows, new(num_tokens, dtype=torch.int32), cold_words(plan.hot, num_rows, words))
+    fields = 2 + smoothing + stats
+    chunk = _tokens_at_once(
+        problem, operands.tile, ((fields + stats) * num_tiles + words) * FP32_BYTES,
+        # the lists, four buffers of the chunk rounded up, a few vectors
+        allocated(num_tokens * budget * FP32_BYTES, words * FP32_BYTES) + 8 * allocated(num_tokens * FP32_BYTES),
+    )  # fmt: skip
+    buffer = new(fields * num_tiles * chunk, dtype=torch.float32)
+    argmax_buffer = new(num_tiles * chunk, dtype=torch.int32) if stats else None
+    mass = new(num_tiles, dtype=torch.float32) if smoothing else None
+    bitmap = new((chunk, words), dtype=torch.int32)
+    anchor, active = plan.anchor.contiguous(), plan.active.contiguous()
+    token_hashes, id_hashes = new(num_tokens, dtype=torch.int32), new(num_rows, dtype=torch.int32)
+    _hash_kernel[(triton.cdiv(max(num_tokens, num_rows), HASH_SIZE),)](
+        plan.seed, token_hashes, id_hashes, num_tokens, num_rows, plan.first_id, SIZE=HASH_SIZE, num_warps=4
+    )
+    for start in range(0, num_tokens, chunk):
+        stop = min(start + chunk, num_tokens)
+        part = operands.tokens(start, stop)
+        _select_kernel[part.grid()](
+            *part.handles(), part.bias, part.smoothing_weight, part.target,
+            anchor[start:stop], token_hashes[start:stop], id_hashes, selection.cold,
+            buffer, argmax_buffer, mass, results.target_logit[start:stop], bitmap,
+            *part.sizes(), part.scale, part.softcap or 1.0, plan.eps, -math.log2(plan.eps),
+            words, STATS=stats, **part.flags(),
+        )  # fmt: skip
+        forward._fold_kernel[(triton.cdiv(stop - start, forward.FOLD_TOKENS),)](
+            buffer, argmax_buffer, mass,
+            *(None if out is None else out[start:stop] for out in forward._folded(results)),
+            stop - start, num_tiles,
+            HAS_SMOOTHING=smoothing, STATS=stats, ROWS=forward.FOLD_TOKENS, TILES=forward.FOLD_TILES, num_warps=4,
+        )  # fmt: skip
+        _list_kernel[(stop - start,)](
+            bitmap, token_hashes[start:stop], active[start:stop],
+            selection.found[start:stop], selection.rows[start:stop], words, budget, SIZE=LIST_WORDS, num_warps=4,
+        )  # fmt: skip
+    return results, selection
+
+
+def cold_words(hot: Tensor, num_rows: int, words: int) -> Tensor:
+    """Bits of the rows that may be sampled: those that exist and are not hot."""
+    bits = WORD_BITS.value
+    flags = torch.zeros(words * bits + 1, dtype=torch.int32, device=hot.device)
+    flags[:num_rows] = 1
+    flags.index_fill_(0, torch.where(hot < 0, words * bits, hot), 0)
+    shifts = torch.arange(bits, dtype=torch.int32, device=hot.device)
+    return (flags[:-1].view(words, bits) << shifts).sum(1, dtype=torch.int32)
+
+
+def _tokens_at_once(problem: LocalProblem, tile: Tile, per_token: int, fixed: int) -> int:
+    """Tokens per chunk, in whole tiles."""
+    num_tokens = problem.num_tokens
+    least = allocated(per_token * min(tile.rows, num_tokens)) + fixed
+    if problem.workspace is None:
+        budget = max(CHUNK_BYTES + fixed, least)
+    elif problem.workspace < least:
+        raise workspace_too_small(problem.workspace, least, num_tokens, problem.num_rows, problem.hidden_size)
+    else:
+        budget = min(problem.workspace, CHUNK_BYTES + fixed)
+    tiles = max(1, (budget - fixed - ALLOCATION) // (per_token * tile.rows))
+    return min(tiles * tile.rows, num_tokens)
