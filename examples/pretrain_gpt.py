@@ -59,8 +59,8 @@ class Preset:
 PRESETS = {
     "tiny": Preset(dim=64, layers=2, heads=4, seq_len=128, batch=8, steps=50, lr=1e-2),
     "small": Preset(dim=768, layers=12, heads=12, seq_len=1024, batch=32, steps=400, lr=1e-3),
-    "medium": Preset(dim=1024, layers=24, heads=16, seq_len=2048, batch=32, steps=1000, lr=6e-4),
-    "large": Preset(dim=2048, layers=24, heads=16, seq_len=2048, batch=64, steps=2000, lr=3e-4),
+    "medium": Preset(dim=1024, layers=24, heads=16, seq_len=2048, batch=16, steps=1000, lr=6e-4),
+    "large": Preset(dim=2048, layers=24, heads=16, seq_len=2048, batch=32, steps=2000, lr=3e-4),
 }
 
 
@@ -209,7 +209,6 @@ def parse_options(argv: list[str] | None) -> Options:
         options = _fill_in(arguments, process.world_size, device)
         check_layout(options, process.world_size)
         check_run_folder(options)
-        text_data.check_tokenizer()
         text_data.check_paths(options.data)
     except ValueError as error:
         fail(str(error))

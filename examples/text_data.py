@@ -47,12 +47,6 @@ class Corpus:
     fingerprint: str
 
 
-def check_tokenizer() -> None:
-    """Raise DataError where the tokenizer's package is missing, before anything slow is done."""
-    if importlib.util.find_spec("mistral_common") is None:
-        raise DataError("the tokenizer comes with the package mistral-common: pip install mistral-common")
-
-
 def check_paths(paths: Sequence[Path]) -> None:
     """Raise DataError for a path that does not exist."""
     for path in paths:
@@ -143,6 +137,8 @@ def cached_corpus(cache: Path, key: str) -> Corpus:
 
 
 def _write_cache(cache: Path, key: str, train: list[Document], held_out: list[Document], progress: Progress) -> None:
+    if importlib.util.find_spec("mistral_common") is None:
+        raise DataError("the tokenizer comes with the package mistral-common: pip install mistral-common")
     from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 
     tokenizer_file = importlib.resources.files("mistral_common") / "data" / TOKENIZER

@@ -213,6 +213,16 @@ def test_refuses_to_bury_a_run_and_to_resume_another_model(workspace: Path, alon
     assert "was trained with model" in refused.stderr
 
 
+def test_names_the_package_that_it_misses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    import text_data
+
+    (tmp_path / "text.txt").write_text("A few words.")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(text_data.DataError, match="pip install mistral-common"):
+        text_data.load_corpus([tmp_path / "text.txt"], 0.1, tmp_path, lambda done, total: None)
+
+
 def test_text_too_short_is_refused(workspace: Path) -> None:
     (workspace / "short.txt").write_text("A few words.")
     arguments = command(workspace, "short", 1, "--data", str(workspace / "short.txt"))
