@@ -98,23 +98,27 @@ def _reduced(token_loss: Tensor, denominator: Tensor, shape: torch.Size, reducti
     return token_loss.sum() / denominator if denominator else token_loss.sum() * 0
 
 
-def reference(problem: Problem) -> Reference:
-    """Loss, statistics and gradients of ``problem`` in float64."""
+def reference(problem: Problem, product_dtype: torch.dtype = torch.float64) -> Reference:
+    """Loss, statistics and gradients of ``problem`` in float64.
+
+    With another ``product_dtype`` the three matrix products are PyTorch's in that dtype, which rounds the logits and
+    their gradient to it: what training without this library does.
+    """
     options, vocab = problem.options, problem.vocab_size
     hidden = problem.weight.shape[1]
     valid = problem.target.reshape(-1).long() != options.ignore_index
     rows = problem.input.detach().double().reshape(-1, hidden)
     rows = torch.where(valid[:, None], rows, torch.nan_to_num(rows, nan=0.0, posinf=0.0, neginf=0.0))
-    rows = rows.clone().requires_grad_()
-    weight = problem.weight.detach().double().clone().requires_grad_()
+    rows = rows.to(product_dtype, copy=True).requires_grad_()
+    weight = problem.weight.detach().to(product_dtype, copy=True).requires_grad_()
     bias = None if problem.bias is None else problem.bias.detach().double().clone().requires_grad_()
 
     in_softmax = weight.shape[0] if options.count_padding else vocab
-    logits = rows @ weight[:in_softmax].T
+    logits = (rows @ weight[:in_softmax].T).double()
     if bias is not None:
         logits = logits + bias[:in_softmax]
     logits = _softcapped(options.logit_scale * logits, options.softcap)
-    lse = torch.logsumexp(logits, dim=1) if len(rows) else rows.sum(dim=1)
+    lse = torch.logsumexp(logits, dim=1) if len(rows) else rows.sum(dim=1).double()
     label = torch.where(valid, problem.target.reshape(-1).long(), 0)
     assert not len(rows) or (int(label.min()) >= 0 and int(label.max()) < vocab), "the oracle takes valid labels only"
     target_logit = logits.gather(1, label[:, None]).squeeze(1)
@@ -143,7 +147,7 @@ def reference(problem: Problem) -> Reference:
     tolerance = 1e-6 * lse.detach().abs().clamp_min(1) * token_factor.clamp_min(1) * valid
     token_upstream = _token_upstream(upstream, denominator, options.reduction, len(rows))
     magnitude = (token_upstream.abs() * token_factor + lse_upstream.abs()) * valid * abs(options.logit_scale)
-    largest_row = weight.detach().norm(dim=1).max() if weight.shape[0] else torch.tensor(0.0)
+    largest_row = weight.detach().double().norm(dim=1).max() if weight.shape[0] else torch.tensor(0.0)
     return Reference(
         loss=loss.detach(),
         token_loss=token_loss.detach().reshape(problem.target.shape),
@@ -157,7 +161,7 @@ def reference(problem: Problem) -> Reference:
         grad_bias=None if bias is None else _grad(bias),
         loss_tolerance=_reduced(tolerance, denominator, problem.target.shape, options.reduction),
         input_floor=FP32_EPS * float(magnitude.norm() * largest_row),
-        weight_floor=FP32_EPS * float((magnitude * rows.detach().norm(dim=1)).norm()),
+        weight_floor=FP32_EPS * float((magnitude * rows.detach().double().norm(dim=1)).norm()),
         bias_floor=FP32_EPS * float(magnitude.norm()),
     )
 
@@ -219,28 +223,10 @@ def fixture0(dtype: torch.dtype = torch.float32) -> Problem:
     return fixture(8, 16, 32, dtype)
 
 
-def pytorch_error(problem: Problem) -> tuple[float, float, float]:
-    """Errors of PyTorch's own same-dtype product and cross-entropy: of the loss, and relative of ∇E and ∇C."""
-    options = problem.options
-    assert options.softcap is None
-    assert options.logit_scale == 1.0
-    assert options.z_loss == 0.0
-    exact = reference(problem)
-    rows = problem.input.detach().clone().requires_grad_()
-    weight = problem.weight.detach().clone().requires_grad_()
-    logits = rows.reshape(-1, rows.shape[-1]) @ weight[: problem.vocab_size].T
-    loss = torch.nn.functional.cross_entropy(
-        logits,
-        problem.target.reshape(-1),
-        reduction=options.reduction,
-        ignore_index=options.ignore_index,
-        label_smoothing=options.label_smoothing,
-    )
-    loss.backward()
-    assert rows.grad is not None
-    assert weight.grad is not None
+def same_dtype_errors(problem: Problem, exact: Reference) -> tuple[float, float]:
+    """Norms of the errors that PyTorch's own products in the problem's dtype make in the gradients of E and C."""
+    rounded = reference(problem, problem.input.dtype)
     return (
-        abs(float(loss.detach()) - float(exact.loss)),
-        relative_error(rows.grad, exact.grad_input),
-        relative_error(weight.grad, exact.grad_weight),
+        float((rounded.grad_input.double() - exact.grad_input).norm()),
+        float((rounded.grad_weight.double() - exact.grad_weight).norm()),
     )
