@@ -2,6 +2,7 @@
 
 from .loss import LinearCrossEntropyLoss, linear_cross_entropy
 from .options import Exact, Filtered, Sampled
+from .sampler import sampler
 from .shard import VocabShard
 from .stats import LossStats
 
@@ -15,4 +16,5 @@ __all__ = [
     "Sampled",
     "VocabShard",
     "linear_cross_entropy",
+    "sampler",
 ]

@@ -1,9 +1,9 @@
 """Do the ranks of a group mean the same call?
 
-A tensor-parallel call is right only if every rank passes its own shard of one classifier and the same tokens. Ranks that
-differ would wait for each other for ever, or sum what doesn't belong together. So the first call of a kind exchanges one
-small record a rank (and waits for it); every rank then raises the same error, or none does and later calls of that kind
-exchange nothing. With ``validate=True`` every call exchanges, and compares tokens one by one.
+A tensor-parallel call is right only if every rank passes its own shard of one classifier and the same tokens. Ranks
+that differ would wait for each other for ever, or sum what doesn't belong together. So the first call of a kind
+exchanges one small record a rank (and waits for it); every rank then raises the same error, or none does and later
+calls of that kind exchange nothing. With ``validate=True`` every call exchanges, and compares tokens one by one.
 
 A failed check of a rank's own arguments travels in the record too, if the group has never agreed before or validate is
 on: the other ranks then raise as well instead of waiting.
@@ -28,8 +28,8 @@ from .shard import VocabShard, check_cover
 _RECORD_BYTES = 2048
 _TARGET = "the checksum of target"
 _HINTS = {
-    _TARGET: ": a tensor-parallel group shares its tokens (if FSDP sharded linear_weight over data-parallel ranks, call the "
-    "loss inside the forward of the module that owns it)"
+    _TARGET: ": a tensor-parallel group shares its tokens (if FSDP sharded linear_weight over data-parallel ranks, "
+    "call the loss inside the forward of the module that owns it)"
 }
 _agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[object]] = weakref.WeakKeyDictionary()
 
@@ -74,7 +74,8 @@ def report_failure(group: TensorParallelGroup, error: Exception) -> None:
 def ensure(group: TensorParallelGroup, key: object, record: Callable[[], CallRecord], *, validate: bool) -> None:
     """Compare the ranks' records unless this kind of call has been agreed on before.
 
-    One small all-gather, and a wait for its answer, at the first call with ``key`` and under ``validate``; else nothing.
+    One small all-gather, and a wait for its answer, at the first call with ``key`` and under ``validate``; else
+    nothing.
 
     Raises:
         ValueError: on every rank, naming the first quantity that differs and the ranks, or the rank that failed.

@@ -31,8 +31,8 @@ def resolve_tensor_parallel_group(weight: Tensor, group: dist.ProcessGroup | Non
     if weight.device_mesh.ndim != 1:
         raise ValueError(
             f"linear_weight is a DTensor over a mesh of {weight.device_mesh.ndim} dimensions with placements "
-            f"{weight.placements}; expected Shard(0) over one. If FSDP has sharded it as well, call the loss inside the "
-            f"forward of the module that owns it, where FSDP has gathered it; else pass its local shard and group"
+            f"{weight.placements}; expected Shard(0) over one. If FSDP has sharded it as well, call the loss inside "
+            f"the forward of the module that owns it, where FSDP has gathered it; else pass its local shard and group"
         )
     mesh_group = weight.device_mesh.get_group()
     if group is not None and dist.get_process_group_ranks(group) != dist.get_process_group_ranks(mesh_group):
@@ -65,13 +65,15 @@ def _check_gathered(weight: Tensor) -> None:
     status = getattr(getattr(weight, "ds_status", None), "name", "")
     if hasattr(weight, "ds_id") and (weight.numel() == 0 or status in ("NOT_AVAILABLE", "INFLIGHT")):
         raise ValueError(
-            f"linear_weight has shape {tuple(weight.shape)}: DeepSpeed ZeRO-3 has partitioned it. Compute the loss inside "
-            f"the forward of the module that owns it, or under deepspeed.zero.GatheredParameters around forward and backward"
+            f"linear_weight has shape {tuple(weight.shape)}: DeepSpeed ZeRO-3 has partitioned it. Compute the loss "
+            f"inside the forward of the module that owns it, or under deepspeed.zero.GatheredParameters around forward "
+            f"and backward"
         )
     if weight.ndim == 1:
         raise ValueError(
-            f"linear_weight has shape {tuple(weight.shape)}, expected [V_local, D]: it looks like a parameter that ZeRO-3 "
-            f"or FSDP has partitioned or flattened. Compute the loss inside the forward of the module that owns it"
+            f"linear_weight has shape {tuple(weight.shape)}, expected [V_local, D]: it looks like a parameter that "
+            f"ZeRO-3 or FSDP has partitioned or flattened. Compute the loss inside the forward of the module that owns "
+            f"it"
         )
 
 
@@ -79,7 +81,8 @@ def _check_gathered(weight: Tensor) -> None:
 class Arguments:
     """The tensors of one call, DTensors unwrapped and autocast applied.
 
-    ``input`` is ``[..., D]`` and ``target`` ``[...]``; under sequence parallelism both have the sharded dimension first.
+    ``input`` is ``[..., D]`` and ``target`` ``[...]``; under sequence parallelism both have the sharded dimension
+    first.
     """
 
     input: Tensor
@@ -208,7 +211,8 @@ def _default_shard(weight: Tensor, group: TensorParallelGroup) -> VocabShard:
     rows = weight.shape[0]
     if rows == 0:
         raise ValueError(
-            "linear_weight has no rows: say which part of the vocabulary this rank holds with shard=cce_tp.VocabShard(...)"
+            "linear_weight has no rows: say which part of the vocabulary this rank holds with "
+            "shard=cce_tp.VocabShard(...)"
         )
     return VocabShard(start=group.rank * rows, stop=(group.rank + 1) * rows, vocab_size=group.size * rows)
 
@@ -216,8 +220,8 @@ def _default_shard(weight: Tensor, group: TensorParallelGroup) -> VocabShard:
 def _check_rows(shard: VocabShard, weight: Tensor) -> None:
     if weight.shape[0] != shard.num_rows:
         raise ValueError(
-            f"linear_weight has {weight.shape[0]} rows, but {shard} holds {shard.num_rows}: pass this rank's rows of the "
-            f"classifier, padding included"
+            f"linear_weight has {weight.shape[0]} rows, but {shard} holds {shard.num_rows}: pass this rank's rows of "
+            f"the classifier, padding included"
         )
 
 
@@ -317,6 +321,6 @@ def _check_workspace(
     least = implementation.least_workspace(num_tokens, hidden_size, rows, weight.dtype)
     if options.workspace < least:
         raise ValueError(
-            f"workspace={options.workspace} bytes is too small: the {implementation.name} implementation needs at least "
-            f"{least} for {num_tokens} tokens of size {hidden_size} and {rows} classifier rows of {weight.dtype}"
+            f"workspace={options.workspace} bytes is too small: the {implementation.name} implementation needs at "
+            f"least {least} for {num_tokens} tokens of size {hidden_size} and {rows} classifier rows of {weight.dtype}"
         )

@@ -9,6 +9,7 @@ when                      collective                                            
 first use of a key        1 all-gather                                            [2048] bytes a rank
 ``validate=True``         1 all-gather (the same), then 1 all-gather              [2048] bytes, [2, N] int64 a rank
 forward, sequence par.    1 all-gather                                            [N/T, D] a rank
+forward, sampled          1 all-reduce SUM                                        [3, N] fp64
 forward, T <= 8           1 all-gather                                            [k, N] fp32 a rank
 forward, T > 8            all-reduce MAX, all-reduce SUM                          [N], [2 or more, N] fp32
 ... with statistics       and 1 all-reduce MIN                                    [N] int64
@@ -113,6 +114,13 @@ def gather_sequence(local: Tensor, group: TensorParallelGroup) -> Tensor:
     return local if group.is_single else all_gather(local, group).flatten(0, 1)
 
 
+def sum_small(local: Tensor, group: TensorParallelGroup) -> Tensor:
+    """Sum of a few numbers a token over the group, in place. One collective."""
+    if not group.is_single:
+        dist.all_reduce(local, group=group.handle)
+    return local
+
+
 def combine(partials: Partials, smoothing_mass: Tensor | None, group: TensorParallelGroup) -> Partials:
     """Partials of the whole vocabulary from those of each rank; ``argmax`` must count global ids.
 
@@ -179,7 +187,7 @@ def reduction_dtype(input: Tensor, comm_dtype: torch.dtype | None, group: Tensor
 
 
 class InputGradReduction:
-    """Sums the ranks' parts of the input gradient, asynchronously: ``start`` it, do other work, then take ``result``."""
+    """Sums the ranks' parts of the input gradient asynchronously: ``start``, do other work, then take ``result``."""
 
     def __init__(self, group: TensorParallelGroup, sequence_parallel: bool, dtype: torch.dtype) -> None:
         self._group = group

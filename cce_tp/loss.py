@@ -29,15 +29,19 @@ from torch.autograd.function import FunctionCtx
 from . import agreement, collectives
 from .arguments import Arguments, gather_arguments, resolve_tensor_parallel_group
 from .collectives import InputGradReduction, TensorParallelGroup, resolve_group
+from .kernels import sampling
 from .kernels.interface import (
     GradientRequest,
     LocalImplementation,
     LocalProblem,
     LogitGradient,
     Partials,
+    SamplingPlan,
+    Selection,
     WeightGradBuffer,
 )
-from .options import Backward, LossOptions
+from .options import Backward, LossOptions, Sampled
+from .sampler import fixed_seed, sampler
 from .shard import VocabShard
 from .stats import LossStats
 
@@ -70,6 +74,7 @@ class _Call:
     group: TensorParallelGroup
     implementation: LocalImplementation
     main_grad: Tensor | None
+    samples: bool
 
     @property
     def softmax_rows(self) -> int:
@@ -153,7 +158,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
             smoothing_weight = call.smoothing_weight(class_weight, weight.device)
             tokens = call.gather(local_input)
             problem = call.problem(tokens, weight, bias, labels.local, smoothing_weight)
-            partials = call.implementation.partials(problem, stats=options.return_stats)
+            ctx.plan = ctx.selection = None
+            if call.samples:
+                ctx.plan = _plan_sampling(call, problem, target, labels.active)
+                partials, ctx.selection = call.implementation.select(problem, ctx.plan, stats=options.return_stats)
+            else:
+                partials = call.implementation.partials(problem, stats=options.return_stats)
             mass = None if smoothing_weight is None else smoothing_weight.sum()
             whole = collectives.combine(call.with_global_argmax(partials), mass, call.group)
 
@@ -175,8 +185,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(local_input, weight, bias, target, class_weight, whole.max, log_sum)
         if not options.return_stats:
-            return loss, lse, None, None, None
-        stats = _detached_stats(whole, log_sum, nll, target, labels)
+            return loss, lse, None, None, None, None
+        stats = (*_detached_stats(whole, log_sum, nll, target, labels), _keep_rate(ctx.selection, problem))
         ctx.mark_non_differentiable(*stats)
         return loss, lse, *stats
 
@@ -199,6 +209,34 @@ def _detached_stats(
     nowhere = ~labels.active | labels.invalid
     logprob = (-nll).masked_fill(nowhere, float("nan"))
     return logprob, (whole.argmax == target) & ~nowhere, entropy
+
+
+def _plan_sampling(call: _Call, problem: LocalProblem, target: Tensor, active: Tensor) -> SamplingPlan:
+    """What the sampled backward needs to know before the logits are computed. One small collective."""
+    mode, shard = call.options.mode, call.shard
+    assert isinstance(mode, Sampled)
+    device = problem.input.device
+    hot = sampling.choose_hot_rows(target, active, shard.vocab_size, mode.reference_rows)
+    rows = sampling.AnchorRows.choose(hot, shard.vocab_size)
+    sums = sampling.anchor_sums(problem, rows, shard.start, shard.num_real)
+    anchor = sampling.anchor(collectives.sum_small(sums, call.group), rows, target, active)
+    local = hot.ids - shard.start
+    return SamplingPlan(
+        eps=float(mode.eps),
+        budget=mode.entries_per_token,
+        seed=sampler.next_seed(device, call.group) if mode.seed is None else fixed_seed(mode.seed, device),
+        anchor=anchor,
+        active=active,
+        hot=torch.where((local >= 0) & (local < shard.num_real), local, -1),
+        first_id=shard.start,
+    )
+
+
+def _keep_rate(selection: Selection | None, problem: LocalProblem) -> Tensor:
+    """fp32 ``[]``; no synchronisation."""
+    if selection is None:
+        return torch.ones((), device=problem.input.device)
+    return selection.kept.float() / max(1, problem.num_tokens * problem.num_rows)
 
 
 def _logit_gradient(
@@ -248,7 +286,12 @@ def _gradients(
     dtype = collectives.reduction_dtype(local_input, call.options.comm_dtype, call.group)
     reduction = InputGradReduction(call.group, call.options.sequence_parallel, local_input.dtype)
     request = GradientRequest(dtype if needs_input else None, destination, needs_bias)
-    real_bias_grad = call.implementation.gradients(problem, logit_grad, request, reduction.start)
+    if context.selection is None:
+        real_bias_grad = call.implementation.gradients(problem, logit_grad, request, reduction.start)
+    else:
+        real_bias_grad = call.implementation.sampled_gradients(
+            problem, context.plan, context.selection, logit_grad, request, reduction.start
+        )
 
     bias_grad = None
     if bias is not None and real_bias_grad is not None:
@@ -322,7 +365,8 @@ def linear_cross_entropy(
 
     Per token, with class weight c, smoothing a, and V = ``shard.vocab_size``:
     ``(1-a) c_y (LSE - z_y) + (a/V) sum_v c_v (LSE - z_v) + z_loss LSE^2``. The mean divides the sum of that by the sum
-    of ``c_y`` over tokens that aren't ignored (their number, without class weights); z_loss's term takes no class weight.
+    of ``c_y`` over tokens that aren't ignored (their number, without class weights); z_loss's term takes no class
+    weight.
 
     Args:
         input: ``[..., D]`` hidden states; bf16, fp16 or fp32; the same on every rank of ``group``, or this rank's shard
@@ -350,8 +394,8 @@ def linear_cross_entropy(
             ``linear_weight.grad`` then stays untouched. Adds once a backward pass.
         comm_dtype: dtype in which the input's gradient is summed over the group; default: input's (fp32 on gloo).
         count_padding: padding rows enter the softmax (and get gradient), as in Megatron.
-        workspace: bytes each pass may allocate beyond inputs, outputs and gradients, refused if not enough; default: the
-            gradient of the input in fp32 plus about 96 MiB.
+        workspace: bytes each pass may allocate beyond inputs, outputs and gradients, refused if not enough; default:
+            the gradient of the input in fp32 plus about 96 MiB.
         validate: check labels and the ranks' agreement on every call, with a host synchronisation; None: the
             environment variable ``CCE_TP_VALIDATE``.
         implementation: "auto" (Triton kernels on a GPU, plain PyTorch on the CPU), "triton" or "torch".
@@ -361,8 +405,8 @@ def linear_cross_entropy(
         The loss, fp32; with ``return_stats`` a pair ``(loss, LossStats)``.
 
     Collectives: none for a single shard. Else 1 small in the forward pass (2 in groups beyond 8, 3 with statistics),
-    1 of ``[N, D]`` in the backward pass; sequence parallelism adds 1 of ``[N, D]`` to each. The first call of a kind adds
-    1 small one, ``validate`` 2. See ``cce_tp.collectives`` for shapes.
+    1 of ``[N, D]`` in the backward pass; sequence parallelism adds 1 of ``[N, D]`` to each. The first call of a kind
+    adds 1 small one, ``validate`` 2. See ``cce_tp.collectives`` for shapes.
 
     Ignored tokens: the LSE is still in the statistics; loss and gradient are 0, whatever ``input`` holds there.
 
@@ -406,7 +450,10 @@ def linear_cross_entropy(
             "return_stats": return_stats,
         },
     )
-    call = _Call(arguments.options, arguments.shard, arguments.group, arguments.implementation, arguments.main_grad)
+    samples = isinstance(arguments.options.mode, Sampled) and torch.is_grad_enabled()
+    call = _Call(
+        arguments.options, arguments.shard, arguments.group, arguments.implementation, arguments.main_grad, samples
+    )
     tokens, targets = arguments.flattened()
     per_token, lse, *details = _LinearCrossEntropy.apply(
         tokens, arguments.weight, arguments.bias, targets, arguments.class_weight, call
@@ -417,8 +464,9 @@ def linear_cross_entropy(
         loss = _reduce(per_token, call, targets, arguments.class_weight)
     if not return_stats:
         return loss
+    *details, keep_rate = details
     lse, logprob, correct, entropy = (arguments.unflatten(value) for value in (lse, *details))
-    return loss, LossStats(lse, logprob, correct, entropy, keep_rate=1.0, implementation=call.implementation.name)
+    return loss, LossStats(lse, logprob, correct, entropy, keep_rate, call.implementation.name)
 
 
 class LinearCrossEntropyLoss(nn.Module):

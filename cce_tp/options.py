@@ -16,42 +16,6 @@ SUPPORTED_DTYPES = (*LOW_PRECISION, torch.float32)
 VALIDATE_VARIABLE = "CCE_TP_VALIDATE"
 
 
-@dataclass(frozen=True)
-class Exact:
-    """Exact gradients: the logits are recomputed in vocabulary slabs of bounded size."""
-
-
-@dataclass(frozen=True)
-class Filtered:
-    """Gradients without the tiles in which every ``|G| < eps`` (Wijmans et al., ICLR 2025). Not available yet."""
-
-    eps: float = 2.0**-12
-
-
-@dataclass(frozen=True)
-class Sampled:
-    """Unbiased sparse gradients. Not available yet."""
-
-    eps: float = 2.0**-8
-
-
-Backward = Exact | Filtered | Sampled
-_BACKWARD_BY_NAME = {"exact": Exact, "filtered": Filtered, "sampled": Sampled}
-
-
-def _parse_backward(value: object) -> Exact:
-    if isinstance(value, str):
-        if value not in _BACKWARD_BY_NAME:
-            raise ValueError(f"backward={value!r} must be one of {sorted(_BACKWARD_BY_NAME)}")
-        value = _BACKWARD_BY_NAME[value]()
-    if isinstance(value, Exact):
-        return value
-    if isinstance(value, Filtered | Sampled):
-        name = type(value).__name__
-        raise NotImplementedError(f"backward={name.lower()!r} is not available in this version; use backward='exact'")
-    raise TypeError(f"backward={value!r} must be a string or one of cce_tp.Exact(), Filtered(...), Sampled(...)")
-
-
 def _check_finite(
     name: str, value: object, low: float = -math.inf, high: float = math.inf, open_low: bool = False
 ) -> None:
@@ -66,6 +30,67 @@ def _check_finite(
 def _check_int(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name}={value!r} must be an int")
+
+
+@dataclass(frozen=True)
+class Exact:
+    """Exact gradients: the logits are recomputed in vocabulary slabs of bounded size."""
+
+
+@dataclass(frozen=True)
+class Filtered:
+    """Gradients without the tiles in which every ``|G| < eps`` (Wijmans et al., ICLR 2025). Not available yet."""
+
+    eps: float = 2.0**-12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampled:
+    """Unbiased sparse gradients: a small entry of the softmax is kept with a probability and scaled up by its inverse.
+
+    An entry with probability p is kept with probability ``min(1, p / eps)``, nearly; targets, and the classifier rows
+    that are the batch's most frequent targets, are computed exactly. The loss itself is always exact.
+
+    Attributes:
+        eps: in (0, 1]. Smaller keeps more entries and makes less noise.
+        seed: None draws anew at every call (see ``cce_tp.sampler``); an int makes a call repeatable, and the same at
+            every size of the group.
+        reference_rows: how many of the most frequent targets are computed exactly.
+        entries_per_token: most entries kept a token on one rank, beside those; default ``1 / eps``. A token with more
+            keeps a random subset, without bias.
+    """
+
+    eps: float = 2.0**-8
+    seed: int | None = None
+    reference_rows: int = 512
+    entries_per_token: int = field(default=0)
+
+    def __post_init__(self) -> None:
+        _check_finite("Sampled: eps", self.eps, 0.0, 1.0, open_low=True)
+        if self.seed is not None:
+            _check_int("Sampled: seed", self.seed)
+        if self.entries_per_token == 0:
+            object.__setattr__(self, "entries_per_token", math.ceil(1.0 / self.eps))
+        for name in ("reference_rows", "entries_per_token"):
+            _check_int(f"Sampled: {name}", getattr(self, name))
+            if getattr(self, name) < 1:
+                raise ValueError(f"Sampled: {name}={getattr(self, name)} must be at least 1")
+
+
+Backward = Exact | Filtered | Sampled
+_BACKWARD_BY_NAME = {"exact": Exact, "filtered": Filtered, "sampled": Sampled}
+
+
+def _parse_backward(value: object) -> Exact | Sampled:
+    if isinstance(value, str):
+        if value not in _BACKWARD_BY_NAME:
+            raise ValueError(f"backward={value!r} must be one of {sorted(_BACKWARD_BY_NAME)}")
+        value = _BACKWARD_BY_NAME[value]()
+    if isinstance(value, Exact | Sampled):
+        return value
+    if isinstance(value, Filtered):
+        raise NotImplementedError("backward='filtered' is not available in this version; use 'exact' or 'sampled'")
+    raise TypeError(f"backward={value!r} must be a string or one of cce_tp.Exact(), Filtered(...), Sampled(...)")
 
 
 def validate_by_environment() -> bool:
@@ -103,7 +128,7 @@ class LossOptions:
     validate: bool | None = None
     implementation: str = "auto"
     return_stats: bool = False
-    mode: Exact = field(init=False, repr=False)
+    mode: Exact | Sampled = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.reduction not in REDUCTIONS:
@@ -131,6 +156,11 @@ class LossOptions:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}={getattr(self, name)!r} must be a bool")
         object.__setattr__(self, "mode", _parse_backward(self.backward))
+        if isinstance(self.mode, Sampled) and self.label_smoothing != 0.0 and self.softcap is not None:
+            raise ValueError(
+                f"backward='sampled' can't combine label_smoothing={self.label_smoothing} with softcap={self.softcap}: "
+                f"the smoothing term is then dense; use backward='exact'"
+            )
 
     @property
     def ignored(self) -> int:

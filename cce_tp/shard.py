@@ -11,8 +11,8 @@ class VocabShard:
     """The rows of the classifier that one rank of a tensor-parallel group holds.
 
     The rank's weight has ``padded_stop - start`` rows. The first ``stop - start`` are the vocabulary ids
-    ``start .. stop - 1``; the rest is padding, which belongs to no id. Over the group, the ranges ``[start, stop)`` must
-    cover ``[0, vocab_size)`` once; the library checks that when the group is first used.
+    ``start .. stop - 1``; the rest is padding, which belongs to no id. Over the group, the ranges ``[start, stop)``
+    must cover ``[0, vocab_size)`` once; the library checks that when the group is first used.
 
     Attributes:
         start: first vocabulary id of the shard.
@@ -102,7 +102,7 @@ class VocabShard:
 
     @classmethod
     def chunk(cls, vocab_size: int, rank: int, world_size: int) -> VocabShard:
-        """The split of ``torch.chunk`` and of a DTensor with ``Shard(0)``: ceil-sized shards, the last ones short or empty."""
+        """The split of ``torch.chunk`` and of a DTensor with ``Shard(0)``: the last shards are short or empty."""
         _check_rank(rank, world_size)
         size = -(-vocab_size // world_size)
         start = min(rank * size, vocab_size)

@@ -17,7 +17,8 @@ class LossStats:
         target_logprob: fp32, log-probability of the target (nats); NaN where the target is no vocabulary id. Detached.
         correct: bool, the target is the argmax of the logits, the lowest id of equals. False where ignored.
         entropy: fp32, entropy of the softmax (nats). Detached.
-        keep_rate: share of the logit gradient's entries that the backward pass works on; 1.0 for exact.
+        keep_rate: fp32 ``[]``, share of this rank's entries of the logit gradient that the backward pass works on,
+            beside hot rows and targets; 1 for exact.
         implementation: "triton" or "torch".
     """
 
@@ -25,5 +26,5 @@ class LossStats:
     target_logprob: Tensor
     correct: Tensor
     entropy: Tensor
-    keep_rate: float
+    keep_rate: Tensor
     implementation: str

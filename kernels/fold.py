@@ -1,8 +1,9 @@
 """Joining what was learnt from disjoint pieces of the vocabulary.
 
-A piece (a tile, a slab, another rank's shard) is described by sums relative to its own largest logit m. To join pieces,
-move each to the common maximum M: a sum of exponentials takes the factor exp(m - M), a sum of ``c (z - m)`` gains
-``(m - M) sum(c)``. Only differences of logits appear, so an offset common to a whole row, however large, costs no digits.
+A piece (a tile, a slab, another rank's shard) is described by sums relative to its own largest logit m. To join
+pieces, move each to the common maximum M: a sum of exponentials takes the factor exp(m - M), a sum of ``c (z - m)``
+gains ``(m - M) sum(c)``. Only differences of logits appear, so an offset common to a whole row, however large, costs no
+digits.
 
 Rules for the edges: a piece without a finite logit (``m = -inf``: empty, or masked throughout) adds 0; a NaN stays NaN.
 """

@@ -207,10 +207,6 @@ class LocalImplementation(Protocol):
         """Exact gradients of E (through ``on_input_grad``), C (into its buffer) and b (returned, fp32 ``[V]``)."""
         ...
 
-
-class SamplingImplementation(LocalImplementation, Protocol):
-    """A local implementation that has the sampled backward as well."""
-
     def select(self, problem: LocalProblem, plan: SamplingPlan, *, stats: bool) -> tuple[Partials, Selection]:
         """``partials``, and the entries of the softmax that the sampled backward keeps (see ``sampling``)."""
         ...

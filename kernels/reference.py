@@ -191,52 +191,43 @@ def walk(
     return _stack(done, 0, "cat")
 
 
-class TorchImplementation:
-    """Chunked plain PyTorch; see the module's docstring."""
-
-    name = "torch"
-
-    def least_workspace(self, num_tokens: int, hidden_size: int, num_rows: int, dtype: torch.dtype) -> int:
-        return _accumulator_bytes(num_tokens, hidden_size) + _block_bytes(_LEAST_TOKENS, _LEAST_COLUMNS, hidden_size)
-
-    def partials(self, problem: LocalProblem, *, stats: bool) -> Partials:
-        return walk(problem, stats=stats)
-
-    def gradients(
-        self,
-        problem: LocalProblem,
-        logit_grad: LogitGradient,
-        request: GradientRequest,
-        on_input_grad: InputGradReady,
-    ) -> Tensor | None:
-        device = problem.input.device
-        blocks = _choose_blocks(problem)
-        input_grad = None
-        if request.input_dtype is not None:
-            input_grad = torch.zeros(problem.num_tokens, problem.hidden_size, dtype=torch.float32, device=device)
-        bias_grad = torch.zeros(problem.num_rows, dtype=torch.float32, device=device) if request.bias else None
-
-        for slab in blocks.slabs(problem.num_rows):
-            rows = problem.weight[slab].float()
-            weight_grad = torch.zeros_like(rows) if request.weight is not None else None
-            for block in blocks.token_blocks(problem.num_tokens):
-                active = logit_grad.active[block, None]
-                tokens = problem.input[block].float()
-                g = _logit_gradient(problem, logit_grad, tokens, rows, block, slab)
-                if input_grad is not None:
-                    input_grad[block].addmm_(g, rows)
-                if weight_grad is not None:
-                    # An ignored token may hold NaN, and 0 * NaN would spread it over the whole gradient of C.
-                    weight_grad.addmm_(g.T, torch.where(active, tokens, 0.0))
-                if bias_grad is not None:
-                    bias_grad[slab] += g.sum(dim=0)
-            if request.weight is not None and weight_grad is not None:
-                _store_weight_grad(request.weight, slab, weight_grad)
-
-        if input_grad is not None and request.input_dtype is not None:
-            input_grad.masked_fill_(~logit_grad.active[:, None], 0.0)
-            on_input_grad(input_grad.to(request.input_dtype))
-        return bias_grad
+def least_workspace(num_tokens: int, hidden_size: int) -> int:
+    """Bytes in which the smallest blocks fit, beside the gradient of E in fp32."""
+    return _accumulator_bytes(num_tokens, hidden_size) + _block_bytes(_LEAST_TOKENS, _LEAST_COLUMNS, hidden_size)
 
 
-TORCH = TorchImplementation()
+def gradients(
+    problem: LocalProblem,
+    logit_grad: LogitGradient,
+    request: GradientRequest,
+    on_input_grad: InputGradReady,
+) -> Tensor | None:
+    """The exact backward pass; see the contract."""
+    device = problem.input.device
+    blocks = _choose_blocks(problem)
+    input_grad = None
+    if request.input_dtype is not None:
+        input_grad = torch.zeros(problem.num_tokens, problem.hidden_size, dtype=torch.float32, device=device)
+    bias_grad = torch.zeros(problem.num_rows, dtype=torch.float32, device=device) if request.bias else None
+
+    for slab in blocks.slabs(problem.num_rows):
+        rows = problem.weight[slab].float()
+        weight_grad = torch.zeros_like(rows) if request.weight is not None else None
+        for block in blocks.token_blocks(problem.num_tokens):
+            active = logit_grad.active[block, None]
+            tokens = problem.input[block].float()
+            g = _logit_gradient(problem, logit_grad, tokens, rows, block, slab)
+            if input_grad is not None:
+                input_grad[block].addmm_(g, rows)
+            if weight_grad is not None:
+                # An ignored token may hold NaN, and 0 * NaN would spread it over the whole gradient of C.
+                weight_grad.addmm_(g.T, torch.where(active, tokens, 0.0))
+            if bias_grad is not None:
+                bias_grad[slab] += g.sum(dim=0)
+        if request.weight is not None and weight_grad is not None:
+            _store_weight_grad(request.weight, slab, weight_grad)
+
+    if input_grad is not None and request.input_dtype is not None:
+        input_grad.masked_fill_(~logit_grad.active[:, None], 0.0)
+        on_input_grad(input_grad.to(request.input_dtype))
+    return bias_grad

@@ -148,7 +148,7 @@ def _add_hot_rows(total: _Sums, problem: LocalProblem, plan: SamplingPlan, logit
             total.input.add_(part)
 
     request = GradientRequest(None if total.input is None else torch.float32, weight_grad, total.bias is not None)
-    bias_grad = reference.TORCH.gradients(hot, replace(logit_grad, smoothing=None), request, add_input_grad)
+    bias_grad = reference.gradients(hot, replace(logit_grad, smoothing=None), request, add_input_grad)
     if total.weight is not None and weight_grad is not None:
         total.weight[rows] += weight_grad.buffer
     if total.bias is not None and bias_grad is not None:

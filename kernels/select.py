@@ -9,7 +9,7 @@ import logging
 import torch
 
 from .interface import LocalImplementation
-from .reference import TORCH
+from .torch_impl import TORCH
 
 logger = logging.getLogger("cce_tp")
 

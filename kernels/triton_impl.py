@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from . import exact, forward
-from .interface import GradientRequest, InputGradReady, LocalProblem, LogitGradient, Partials
+from . import exact, forward, sampled, select_entries
+from .interface import GradientRequest, InputGradReady, LocalProblem, LogitGradient, Partials, SamplingPlan
 from .logits import LogitOperands
 from .tiles import INTERPRETED
 
@@ -74,6 +74,31 @@ class TritonImplementation:
             return exact.gradients(
                 problem, logit_grad, request, on_input_grad, allow_tma=self.allow_tma, library=self.library
             )
+
+    @torch.no_grad()
+    def select(
+        self, problem: LocalProblem, plan: SamplingPlan, *, stats: bool
+    ) -> tuple[Partials, select_entries.Selection]:
+        _check(problem)
+        with _on_device(problem.input), torch.autocast(problem.input.device.type, enabled=False):
+            return select_entries.select(problem, plan, stats=stats, allow_tma=self.allow_tma)
+
+    @torch.no_grad()
+    def sampled_gradients(
+        self,
+        problem: LocalProblem,
+        plan: SamplingPlan,
+        selection: select_entries.Selection,
+        logit_grad: LogitGradient,
+        request: GradientRequest,
+        on_input_grad: InputGradReady,
+    ) -> Tensor | None:
+        _check(problem)
+        with _on_device(problem.input), torch.autocast(problem.input.device.type, enabled=False):
+            return sampled.sampled_gradients(
+                problem, plan, selection, logit_grad, request, on_input_grad,
+                allow_tma=self.allow_tma, library=self.library,
+            )  # fmt: skip
 
 
 def _check(problem: LocalProblem) -> None:

@@ -16,9 +16,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
+
 from cce_tp.kernels.interface import GradientRequest, LocalImplementation, LocalProblem, LogitGradient, WeightGradBuffer
 from cce_tp.kernels.select import CHOICES, choose
-from torch import Tensor
 
 MIB = 2**20
 

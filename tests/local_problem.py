@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from cce_tp.kernels.interface import (
     GradientRequest,
     LocalImplementation,
@@ -14,7 +16,6 @@ from cce_tp.kernels.interface import (
     Partials,
     WeightGradBuffer,
 )
-from torch import Tensor
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,48 @@
+"""The local implementation in plain PyTorch: the contract's steps on any device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import reference, sampled_reference
+from .interface import GradientRequest, InputGradReady, LocalProblem, LogitGradient, Partials, SamplingPlan
+from .sampled_reference import Entries
+
+
+class TorchImplementation:
+    """Stateless; see ``reference`` and ``sampled_reference``."""
+
+    name = "torch"
+
+    def least_workspace(self, num_tokens: int, hidden_size: int, num_rows: int, dtype: torch.dtype) -> int:
+        return reference.least_workspace(num_tokens, hidden_size)
+
+    def partials(self, problem: LocalProblem, *, stats: bool) -> Partials:
+        return reference.walk(problem, stats=stats)
+
+    def gradients(
+        self,
+        problem: LocalProblem,
+        logit_grad: LogitGradient,
+        request: GradientRequest,
+        on_input_grad: InputGradReady,
+    ) -> Tensor | None:
+        return reference.gradients(problem, logit_grad, request, on_input_grad)
+
+    def select(self, problem: LocalProblem, plan: SamplingPlan, *, stats: bool) -> tuple[Partials, Entries]:
+        return sampled_reference.select(problem, plan, stats=stats)
+
+    def sampled_gradients(
+        self,
+        problem: LocalProblem,
+        plan: SamplingPlan,
+        selection: Entries,
+        logit_grad: LogitGradient,
+        request: GradientRequest,
+        on_input_grad: InputGradReady,
+    ) -> Tensor | None:
+        return sampled_reference.gradients(problem, plan, selection, logit_grad, request, on_input_grad)
+
+
+TORCH = TorchImplementation()
