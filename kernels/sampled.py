@@ -42,30 +42,37 @@ HOT_BYTES = 16 * 2**20
 MOST_IN_REGISTERS = 8192
 """Longest row that one program holds; longer ones are read twice."""
 LONG_BLOCK = 2048
+COLUMN_BLOCK, COLUMN_AT_ONCE, COLUMN_STAGES = 512, 4, 1
+"""What one program of grad C sums: elements of a row, and entries at a time."""
 SMALLEST_PROBABILITY = tl.constexpr(2.0**-23)
 FP16_PEAK_EXPONENT = 13
 SLOTS_AT_ONCE = 256
+ORDER_SLOTS, ORDER_AT_ONCE = 128, 32
 SUM_ROWS, SUM_COLS = 32, 128
 
 
 @dataclass(frozen=True)
 class _Width:
-    """How a row of length D lies in registers: a power of two, and what is left of it.
+    """How a row of length D lies in registers, and how many rows are in flight.
 
-    ``main + rest`` is D for the sizes that models have; a single power of two would waste up to half.
+    A power of two would waste up to half, so it is two of them. The smaller is no less than what the threads read at
+    once, or they would have to share it out among the rows.
     """
 
     main: int
     rest: int
     warps: int
+    at_once: int
+    stages: int = 1
 
     @classmethod
     def of(cls, hidden: int) -> _Width:
         main = 1 << (hidden.bit_length() - 1)
-        rest = hidden - main
-        if rest * 4 > main * 3:
-            main, rest = 2 * main, 0
-        return cls(main, triton.next_power_of_2(rest) if rest else 0, max(1, min(8, main // 1024)))
+        warps = max(1, min(8, main // 512))
+        rest = max(triton.next_power_of_2(hidden - main), 256 * warps) if hidden > main else 0
+        if rest >= main:
+            main, rest, warps = 2 * main, 0, max(1, min(8, main // 512))
+        return cls(main, rest, warps, at_once=4)
 
 
 @triton.jit
@@ -163,6 +170,7 @@ def _input_grad_kernel(  # type: ignore[no-untyped-def]
     MAIN: tl.constexpr,
     REST: tl.constexpr,
     AT_ONCE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """One token whose row lies in registers: dot products and sums in one pass over its rows of C."""
     n = tl.program_id(0).to(tl.int64)
@@ -197,7 +205,7 @@ def _input_grad_kernel(  # type: ignore[no-untyped-def]
             b_e_r = b_e_r.to(tl.float32)
             b_acc_r = tl.zeros((REST,), dtype=tl.float32)
 
-        for first in range(0, size + has_target, AT_ONCE):
+        for first in tl.range(0, size + has_target, AT_ONCE, num_stages=STAGES):
             o = first + tl.arange(0, AT_ONCE)
             b_row, m_entry, m_target = _entries(o, rows, n, size, b_target, has_target, budget)
             p_row = weight + b_row.to(tl.int64) * weight_stride_v
@@ -380,27 +388,36 @@ def _place_kernel(  # type: ignore[no-untyped-def]
             tl.store(placed + b_place, b_slot.to(placed.dtype.element_ty), mask=m_entry)
 
 
-@triton.jit(do_not_specialize=["budget"])
+@triton.jit(do_not_specialize=["budget", "num_rows"])
 def _order_kernel(  # type: ignore[no-untyped-def]
-    target, cold, rows, found, active, starts, placed, ordered, budget, SIZE: tl.constexpr
+    target, rows, found, starts, placed, ordered, budget, num_rows, SIZE: tl.constexpr, AT_ONCE: tl.constexpr
 ):
-    """Within its column, a slot's place is the number of smaller slots there."""
-    n = tl.program_id(0).to(tl.int64)
-    if tl.load(active + n):
-        size = tl.minimum(tl.load(found + n), budget)
-        b_target = tl.load(target + n)
-        has_target = _has_cold_target(b_target, cold)
-        for first in range(0, size + has_target, SIZE):
-            o = first + tl.arange(0, SIZE)
-            b_row, m_entry, _ = _entries(o, rows, n, size, b_target, has_target, budget)
-            b_slot = n * (budget + 1) + o
-            b_start = tl.load(starts + b_row, mask=m_entry, other=0)
-            b_size = tl.load(starts + 1 + b_row, mask=m_entry, other=0) - b_start
-            b_place = b_start
-            for i in range(0, tl.max(b_size, 0)):
-                m = i < b_size
-                b_place += (m & (tl.load(placed + b_start + i, mask=m, other=0) < b_slot)).to(tl.int32)
-            tl.store(ordered + b_place, b_slot.to(ordered.dtype.element_ty), mask=m_entry)
+    """Within its column, a slot's place is the number of smaller slots there.
+
+    A program takes neighbouring places, so columns that they share are read once for all of them.
+    """
+    first = tl.program_id(0).to(tl.int64) * SIZE
+    total = tl.load(starts + num_rows)
+    if first < total:
+        o = first + tl.arange(0, SIZE)
+        m = o < total
+        b_slot = tl.load(placed + o, mask=m, other=0)
+        b_token = (b_slot // (budget + 1)).to(tl.int64)
+        b_place = (b_slot % (budget + 1)).to(tl.int64)
+        m_list = b_place < tl.minimum(tl.load(found + b_token, mask=m, other=0), budget)
+        b_row = tl.load(rows + b_token * budget + b_place, mask=m & m_list, other=0)
+        b_target = tl.load(target + b_token, mask=m, other=0).to(tl.int32)
+        b_row = tl.where(m_list, b_row, b_target)
+        b_begin = tl.load(starts + b_row, mask=m, other=0)
+        b_end = tl.load(starts + 1 + b_row, mask=m, other=0)
+        b_rank = tl.zeros((SIZE,), dtype=tl.int32)
+        last = tl.max(b_end, 0)
+        for i in range(tl.min(tl.where(m, b_begin, total), 0), last, AT_ONCE):
+            o_i = i + tl.arange(0, AT_ONCE)
+            b_other = tl.load(placed + o_i, mask=o_i < last, other=0)
+            m_same = (o_i[None, :] >= b_begin[:, None]) & (o_i[None, :] < b_end[:, None])
+            b_rank += tl.sum((m_same & (b_other[None, :] < b_slot[:, None])).to(tl.int32), 1)
+        tl.store(ordered + b_begin + b_rank, b_slot, mask=m)
 
 
 @triton.jit(do_not_specialize=["num_blocks", "slots_per_token"])
@@ -431,6 +448,7 @@ def _weight_grad_kernel(  # type: ignore[no-untyped-def]
     BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
     AT_ONCE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """One piece of one row of grad C; the first piece also makes the gradient of the row's bias."""
     v = (tl.program_id(0) // num_blocks).to(tl.int64)
@@ -445,7 +463,7 @@ def _weight_grad_kernel(  # type: ignore[no-untyped-def]
 
     b_acc = tl.zeros((BLOCK,), dtype=tl.float32)
     b_bias = tl.zeros((AT_ONCE,), dtype=tl.float32)
-    for first in range(begin, end, AT_ONCE):
+    for first in tl.range(begin, end, AT_ONCE, num_stages=STAGES):
         o = first + tl.arange(0, AT_ONCE)
         m = o < end
         b_slot = tl.load(ordered + o, mask=m, other=0)
@@ -790,7 +808,9 @@ class _Backward:
                 self.active, self.input_grad, slot_grads, selection.budget, problem.hidden_size,
                 *problem.input.stride(), *problem.weight.stride(), *scalars,
                 HAS_SMOOTHING=smoothed is not None, HAS_HOT=has_hot, WRITE=self.input_grad is not None,
-                KEEP=self.columns, MAIN=width.main, REST=width.rest, AT_ONCE=4, num_warps=width.warps, **flags,
+                KEEP=self.columns, MAIN=width.main, REST=width.rest,
+                AT_ONCE=width.at_once, STAGES=width.stages, num_warps=width.warps,
+                **flags,
             )  # fmt: skip
             return
         _long_weights_kernel[grid](
@@ -823,7 +843,11 @@ class _Backward:
         starts = counts.cumsum(0, dtype=dtype)
         _place_kernel[grid](*lists, starts, arrivals, placed, selection.budget, SIZE=size, num_warps=4)
         # The numbers of arrival are spent.
-        _order_kernel[grid](*lists, starts, placed, arrivals, selection.budget, SIZE=size, num_warps=4)
+        size = 16 if INTERPRETED else ORDER_SLOTS
+        _order_kernel[(triton.cdiv(slots, size),)](
+            self.target, selection.rows, selection.found, starts, placed, arrivals,
+            selection.budget, self.problem.num_rows, SIZE=size, AT_ONCE=ORDER_AT_ONCE, num_warps=4,
+        )  # fmt: skip
         return starts, arrivals
 
     def _weight_grad(self, hot: _HotPart | None, slot_grads: Tensor, starts: Tensor, ordered: Tensor) -> Tensor | None:
@@ -835,7 +859,7 @@ class _Backward:
                 smoothed = weighted_sum(problem.input, self.smoothing, self.active)
             total = torch.where(self.active, self.smoothing, 0.0).sum()
         buffer = None if request.weight is None else request.weight.buffer
-        block = min(triton.next_power_of_2(problem.hidden_size), 512)
+        block = min(triton.next_power_of_2(problem.hidden_size), COLUMN_BLOCK)
         blocks = 1 if buffer is None else triton.cdiv(problem.hidden_size, block)
         _weight_grad_kernel[(problem.num_rows * blocks,)](
             problem.input, starts, ordered, slot_grads,
@@ -847,7 +871,8 @@ class _Backward:
             *problem.input.stride(), 0 if buffer is None else buffer.stride(0), problem.logit_scale,
             HAS_HOT=hot is not None, HAS_SMOOTHING=self.smoothing is not None,
             ACCUMULATE=request.weight is not None and request.weight.accumulate,
-            WRITE=buffer is not None, BIAS=bias_grad is not None, BLOCK=block, AT_ONCE=4, num_warps=1,
+            WRITE=buffer is not None, BIAS=bias_grad is not None, BLOCK=block, AT_ONCE=COLUMN_AT_ONCE,
+            STAGES=COLUMN_STAGES, num_warps=max(1, block // 512),
         )  # fmt: skip
         return bias_grad
 

@@ -49,6 +49,7 @@ SCRAMBLE = tl.constexpr(sampling.SCRAMBLE)
 TOKEN_SALT = tl.constexpr(sampling.TOKEN_SALT)
 ID_SALT = tl.constexpr(sampling.ID_SALT)
 PHASE_SALT = tl.constexpr(sampling.PHASE_SALT)
+NOWHERE = tl.constexpr(2**31 - 1)
 SMALLEST_SUM = tl.constexpr(2.0**-90)
 LARGEST_SUM = tl.constexpr(2.0**100)
 
@@ -240,7 +241,7 @@ def _select_kernel(  # type: ignore[no-untyped-def]
         b_z = tl.where(m_v[None, :], b_z, float("-inf"))
 
     # A token without gradient: its decisions are stored, and dropped with the others that the lists leave out.
-    b_own = tl.where(m_hit, b_target, -1).to(tl.int32)
+    b_own = tl.where(m_hit, b_target, NOWHERE).to(tl.int32)
     p_words = bitmap + o_n.to(tl.int64) * words_per_token
     if QUARTERS:
         b_0, b_1, b_2, b_3 = _quarters(b_z)
@@ -403,7 +404,7 @@ def cold_words(hot: Tensor, num_rows: int, words: int) -> Tensor:
 
 
 def _tokens_at_once(problem: LocalProblem, tile: Tile, per_token: int, fixed: int) -> int:
-    """Tokens per chunk, in whole tiles."""
+    """Tokens per chunk, in whole tiles, evenly used."""
     num_tokens = problem.num_tokens
     least = allocated(per_token * min(tile.rows, num_tokens)) + fixed
     if problem.workspace is None:
@@ -412,5 +413,6 @@ def _tokens_at_once(problem: LocalProblem, tile: Tile, per_token: int, fixed: in
         raise workspace_too_small(problem.workspace, least, num_tokens, problem.num_rows, problem.hidden_size)
     else:
         budget = min(problem.workspace, CHUNK_BYTES + fixed)
-    tiles = max(1, (budget - fixed - ALLOCATION) // (per_token * tile.rows))
-    return min(tiles * tile.rows, num_tokens)
+    most = max(1, (budget - fixed - ALLOCATION) // (per_token * tile.rows))
+    tiles = triton.cdiv(num_tokens, tile.rows)
+    return min(triton.cdiv(tiles, triton.cdiv(tiles, most)) * tile.rows, num_tokens)
