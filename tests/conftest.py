@@ -17,7 +17,7 @@ hypothesis.settings.register_profile(
     derandomize=True,
     database=None,
     deadline=None,
-    max_examples=int(os.environ.get("CCE_TP_TEST_EXAMPLES", "40")),
+    max_examples=int(os.environ.get("CCE_TP_TEST_EXAMPLES", "150")),
     suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture, hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("cce_tp")

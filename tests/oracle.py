@@ -7,6 +7,7 @@ reductions are spelled as in the documentation, and the gradients come from auto
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,6 +60,9 @@ class Problem:
     def with_options(self, **options: object) -> Problem:
         return replace(self, options=replace(self.options, **options))  # type: ignore[arg-type]
 
+    def to(self, device: str | torch.device) -> Problem:
+        return _moved(self, device)
+
 
 @dataclass(frozen=True)
 class Reference:
@@ -83,6 +87,15 @@ class Reference:
     input_floor: float
     weight_floor: float
     bias_floor: float
+
+    def to(self, device: str | torch.device) -> Reference:
+        return _moved(self, device)
+
+
+def _moved(value: Any, device: str | torch.device) -> Any:
+    """The dataclass with its tensors on ``device``."""
+    tensors = {name: field for name, field in vars(value).items() if isinstance(field, Tensor)}
+    return replace(value, **{name: tensor.to(device) for name, tensor in tensors.items()})
 
 
 def _softcapped(logits: Tensor, softcap: float | None) -> Tensor:
@@ -123,7 +136,7 @@ def reference(problem: Problem, product_dtype: torch.dtype = torch.float64) -> R
     assert not len(rows) or (int(label.min()) >= 0 and int(label.max()) < vocab), "the oracle takes valid labels only"
     target_logit = logits.gather(1, label[:, None]).squeeze(1)
 
-    classes = torch.ones(vocab, dtype=torch.float64)
+    classes = torch.ones(vocab, dtype=torch.float64, device=rows.device)
     if problem.class_weight is not None:
         classes = problem.class_weight.detach().double()
     alpha = options.label_smoothing
@@ -135,7 +148,7 @@ def reference(problem: Problem, product_dtype: torch.dtype = torch.float64) -> R
 
     upstream = torch.ones_like(loss) if problem.upstream is None else problem.upstream.double().expand_as(loss)
     objective = (loss * upstream).sum()
-    lse_upstream = torch.zeros(len(rows), dtype=torch.float64)
+    lse_upstream = torch.zeros(len(rows), dtype=torch.float64, device=rows.device)
     if problem.lse_upstream is not None:
         lse_upstream = problem.lse_upstream.double().expand(problem.target.shape).reshape(-1) * valid
     objective = objective + (lse * lse_upstream).sum()
@@ -180,7 +193,7 @@ def _grad(leaf: Tensor) -> Tensor:
 def _is_argmax(logits: Tensor, label: Tensor) -> Tensor:
     """Whether ``label`` is the lowest id of a largest logit."""
     if not len(logits):
-        return torch.zeros(0, dtype=torch.bool)
+        return torch.zeros(0, dtype=torch.bool, device=logits.device)
     largest = logits == logits.max(dim=1, keepdim=True).values
     return largest.int().argmax(dim=1) == label
 

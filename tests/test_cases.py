@@ -302,7 +302,7 @@ def test_b12_a_rank_outside_the_group(pool: Pool) -> None:
     assert all("not a member" in message for message in messages[2:])
 
 
-def _different_tokens(rank: Rank, what: str, sequence_parallel: bool) -> float:
+def _different_tokens(rank: Rank, what: str) -> float:
     problem = fixture0()
     if rank.index == 1 and what == "label":
         problem.target[2] = 7
@@ -320,7 +320,7 @@ def test_b14_ranks_with_different_tokens(pool: Pool, what: str, warm: bool) -> N
     """Under validation: one error on every rank that names the first row that differs."""
     if warm:
         solve_and_compare(pool, 2, fixture0())
-    errors = pool.errors(2, _different_tokens, what, False)
+    errors = pool.errors(2, _different_tokens, what)
     for error in errors:
         assert error is not None
         assert error.kind == "ValueError"

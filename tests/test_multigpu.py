@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import Pool, Rank
-from oracle import Options, fixture0, reference, relative_error, same_dtype_errors
+from oracle import Options, Problem, Reference, fixture0, relative_error, same_dtype_errors
+from oracle import reference as reference_where_it_lies
 from problems import (
     RankResult,
     Spec,
@@ -39,6 +40,11 @@ def tp(request: pytest.FixtureRequest) -> int:
     return request.param
 
 
+def reference(problem: Problem) -> Reference:
+    """The oracle, computed on the first GPU."""
+    return reference_where_it_lies(problem.to("cuda")).to("cpu")
+
+
 def compare(gpu_pool: Pool, spec: Spec, tp: int, **keywords: Any) -> list[RankResult]:
     """Run a spec on ``tp`` GPUs and compare with float64, or with PyTorch's errors in 16 bits."""
     spec = splittable(spec, tp)
@@ -54,7 +60,7 @@ def compare(gpu_pool: Pool, spec: Spec, tp: int, **keywords: Any) -> list[RankRe
         check(spec, results, shards, expected=expected)
         return results
     check_loss(results[0], expected)
-    errors = same_dtype_errors(problem, expected)
+    errors = same_dtype_errors(problem.to("cuda"), expected.to("cuda"))
     whole = gather_weight_grad([result.grad_weight for result in results], shards, problem.weight)
     # The ranks' parts are rounded before NCCL sums them, which one product on one GPU doesn't do.
     off_input = float((results[0].grad_input.double() - expected.grad_input).norm())
@@ -102,7 +108,7 @@ def test_comm_dtype(gpu_pool: Pool, comm_dtype: torch.dtype, tp: int) -> None:
     expected = reference(build(spec))
     if comm_dtype == torch.float32:
         error = float((result.grad_input.double() - expected.grad_input).norm())
-        assert error <= 2 * same_dtype_errors(build(spec), expected)[0]
+        assert error <= 2 * same_dtype_errors(build(spec).to("cuda"), expected.to("cuda"))[0]
 
 
 def _against_one(rank: Rank, sequence_parallel: bool) -> list[float]:
