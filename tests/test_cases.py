@@ -350,6 +350,8 @@ def _first_call_on_a_new_group(rank: Rank, fault: str) -> float:
         if fault == "other option":
             keywords["softcap"] = 30.0
         if fault == "mode":
+            keywords["backward"] = "fast"
+        if fault == "other mode":
             keywords["backward"] = "sampled"
         if fault == "workspace":
             keywords["workspace"] = 1
@@ -376,6 +378,7 @@ def _first_call_on_a_new_group(rank: Rank, fault: str) -> float:
         "reduction",
         "other option",
         "mode",
+        "other mode",
         "workspace",
         "placeholder",
         "number of tokens",
