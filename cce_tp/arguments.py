@@ -103,8 +103,12 @@ class Arguments:
         return self.target.numel()
 
     def agreement_key(self) -> tuple[object, ...]:
-        """What may change only on all ranks of a group together."""
-        return (self.shard, *self._common(exclude_tokens=True).items())
+        """What is the same on every rank of a group, by contract.
+
+        The rank's own bounds are no part of it: two splits of one vocabulary may give some ranks the same rows and
+        others not, and then only those others would wait for an exchange.
+        """
+        return (self.shard.vocab_size, *self._common(exclude_tokens=True).items())
 
     def record(self) -> CallRecord:
         weight = None if self.shard_is_given else self.weight

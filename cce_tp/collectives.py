@@ -18,8 +18,8 @@ backward, sequence par.   1 all-gather, 1 reduce-scatter (on gloo an all-reduce)
 ========================= ======================================================= =================================
 
 A group of one rank, or ``group=None``, communicates nothing. gloo sums bf16 and fp16 in fp32. The backward reductions
-happen only if the input requires a gradient; a key is (group, shard, D, dtype, options, whether the input requires a
-gradient).
+happen only if the input requires a gradient. A key is (group, V, D, dtype, options, whether the input requires a
+gradient): nothing in it may differ between ranks.
 
 Both ways of combining do the same arithmetic. Gathered pieces are folded locally in rank order, so every rank gets the
 same bits by construction; the reductions rely on the backend delivering the same bits everywhere, as NCCL and gloo do.
