@@ -41,19 +41,19 @@ class CallRecord:
     Attributes:
         common: names and values that must be equal on every rank.
         shard: the rank's rows.
-        target: the tokens' labels, to be the same on every rank.
+        target: the tokens' labels, to be the same on every rank; None where ``compare_tokens`` will look at each.
         weight: the rank's classifier rows, which must *not* be the same on every rank; None to leave that unchecked.
     """
 
     common: dict[str, Any]
     shard: VocabShard
-    target: Tensor
+    target: Tensor | None
     weight: Tensor | None
 
     def encode(self) -> dict[str, Any]:
         bounds = (self.shard.start, self.shard.stop, self.shard.vocab_size, self.shard.end_of_rows)
         return {
-            "common": {**self.common, _TARGET: _checksum(self.target)},
+            "common": self.common if self.target is None else {**self.common, _TARGET: _checksum(self.target)},
             "shard": bounds,
             "weight": None if self.weight is None else _sample_checksum(self.weight),
         }

@@ -112,7 +112,7 @@ class Arguments:
 
     def record(self) -> CallRecord:
         weight = None if self.shard_is_given else self.weight
-        return CallRecord(self._common(), self.shard, self.target, weight)
+        return CallRecord(self._common(), self.shard, None if self.options.validate else self.target, weight)
 
     def _common(self, exclude_tokens: bool = False) -> dict[str, Any]:
         tokens = {} if exclude_tokens else {"the number of tokens": self.num_tokens}

@@ -181,7 +181,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 loss = loss + float(options.z_loss) * lse.square()
             loss = torch.where(labels.active, loss, 0.0).masked_fill(labels.invalid, float("nan"))
 
-        ctx.call = call
+        ctx.call, ctx.device_type = call, local_input.device.type
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(local_input, weight, bias, target, class_weight, whole.max, log_sum)
         if not options.return_stats:
@@ -196,7 +196,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             raise RuntimeError(
                 "linear_cross_entropy: double backward is not supported; call backward without create_graph=True"
             )
-        with torch.autocast(ctx.saved_tensors[0].device.type, enabled=False):
+        # saved_tensors may be read only once: activation checkpointing recomputes them at the first access.
+        with torch.autocast(ctx.device_type, enabled=False):
             return (*_gradients(ctx, upstream[0], upstream[1]), None, None, None)
 
 
