@@ -285,15 +285,17 @@ def check(
     check_gradients(spec, results, shards, expected, tolerance)
 
 
-def check_loss(result: RankResult, expected: Reference) -> None:
+def check_loss(result: RankResult, expected: Reference, slack: float = 1.0) -> None:
+    """The loss and the LSE within ``slack`` times what fp32 may be off by."""
     assert result.loss.shape == expected.loss.shape
-    assert (result.loss.double() - expected.loss).abs().le(expected.loss_tolerance + 1e-12).all(), (
-        f"loss {result.loss} is not {expected.loss}, tolerance {expected.loss_tolerance}"
+    tolerance = slack * expected.loss_tolerance + 1e-12
+    assert (result.loss.double() - expected.loss).abs().le(tolerance).all(), (
+        f"loss {result.loss} is not {expected.loss}, tolerance {tolerance}"
     )
     if result.loss.dim():
         assert not result.loss[~expected.valid].any(), "an ignored token has a loss"
     if result.lse is not None:
-        allowed = 1e-6 * expected.lse.abs().clamp_min(1)
+        allowed = slack * 1e-6 * expected.lse.abs().clamp_min(1)
         assert (result.lse.double() - expected.lse).abs().le(allowed).all()
 
 
