@@ -25,6 +25,7 @@ import torch.distributed.tensor  # noqa: F401
 ROOT = Path(__file__).resolve().parent.parent
 LOSS, COLLECTIVES = "cce_tp/loss.py", "cce_tp/collectives.py"
 REFERENCE, FOLD = "cce_tp/kernels/reference.py", "cce_tp/kernels/fold.py"
+SAMPLED = "cce_tp/kernels/sampled_reference.py"
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,8 @@ class Result:
 
 
 _REDUCE = "self._work = dist.all_reduce(part, group=self._group.handle, async_op=True)"
+_UNBIASED = "test_sampled.py::test_unbiased_with_the_variance_of_the_formula[plain]"
+_REPLICAS = "test_sampled.py::test_steps_and_replicas_draw_differently_and_ranks_of_a_group_alike"
 
 MUTATIONS = (
     Mutation(
@@ -219,6 +222,55 @@ MUTATIONS = (
         "total = total[self._group.rank * length : (self._group.rank + 1) * length]",
         "total = total.roll(length, 0)[self._group.rank * length : (self._group.rank + 1) * length]",
         ("test_cases.py::test_b39_sequence_parallel",),
+    ),
+    Mutation(
+        "a kept entry is not divided by its probability",
+        SAMPLED,
+        "1.0 / (threshold[token, row] - 1.0)",
+        "torch.ones_like(threshold[token, row])",
+        (_UNBIASED,),
+    ),
+    Mutation(
+        "a shard hashes its own row numbers",
+        SAMPLED,
+        "torch.arange(problem.num_rows, device=device) + plan.first_id",
+        "torch.arange(problem.num_rows, device=device)",
+        ("test_sampled.py::test_the_same_entries_at_every_group_size[2-equal]",),
+    ),
+    Mutation(
+        "the target is sampled as well",
+        SAMPLED,
+        "kept &= problem.target[block, None] != torch.arange(slab.start, slab.stop, device=device)",
+        "pass",
+        (_UNBIASED,),
+    ),
+    Mutation(
+        "a thinned list is not scaled up",
+        SAMPLED,
+        "entries.factor * (count / budget.clamp(min=1)).float()[entries.tokens]",
+        "entries.factor",
+        ("test_sampled.py::test_unbiased_under_bounded_lists[one hot]",),
+    ),
+    Mutation(
+        "every step draws alike",
+        "cce_tp/sampler.py",
+        "counter * _STEP + _hash",
+        "counter * 0 + _hash",
+        ("test_sampled.py::test_the_state_survives_a_checkpoint", _REPLICAS),
+    ),
+    Mutation(
+        "every replica draws alike",
+        "cce_tp/sampler.py",
+        "_hash(self._seed, _identity(group))",
+        "_hash(self._seed)",
+        (_REPLICAS,),
+    ),
+    Mutation(
+        "sampled is silently exact",
+        LOSS,
+        "samples = isinstance(arguments.options.mode, Sampled) and torch.is_grad_enabled()",
+        "samples = False",
+        (_UNBIASED,),
     ),
 )
 

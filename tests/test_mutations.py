@@ -24,18 +24,18 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
         capture_output=True,
         text=True,
         env=environment,
-        timeout=280,
+        timeout=420,
     )
     assert report.exists(), done.stdout + done.stderr
     return {result["name"]: result for result in json.loads(report.read_text())}
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(450)
 def test_the_unmutated_copy_is_green(outcomes: dict[str, dict]) -> None:
     assert outcomes["no mutation"]["status"] == 0, outcomes["no mutation"]["failed"]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(450)
 @pytest.mark.parametrize("name", [mutation.name for mutation in MUTATIONS])
 def test_mutant_turns_a_test_red(outcomes: dict[str, dict], name: str) -> None:
     assert outcomes[name]["status"] == 1, "the mutant survived, or could not be run"
