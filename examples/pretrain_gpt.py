@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
+import cce_tp
 from cce_tp.launch.runtime import Runtime, choose_device, discover, finalize, initialize
 
 EXIT_USAGE = 2
@@ -156,7 +157,7 @@ def make_parser() -> Parser:
 
     group = parser.add_argument_group("loss")
     group.add_argument("--loss", choices=("cce", "torch"), default="cce", help="cce: no logits; torch: ordinary logits")
-    group.add_argument("--backward", choices=("exact", "filtered", "sampled"), default="exact", help="of --loss cce")
+    group.add_argument("--backward", choices=("exact", "sampled"), default="exact", help="of --loss cce")
 
     group = parser.add_argument_group("model", "defaults come from the preset")
     group.add_argument(
@@ -338,6 +339,9 @@ class Trainer:
         self.optimizer = make_optimizer(self.model, options)
         if found:
             checkpoint.load(found, self.model, self.optimizer)
+            cce_tp.sampler.load_state_dict(checkpoint.read_meta(found)["sampler"])
+        else:
+            cce_tp.sampler.manual_seed(options.seed)
         self.log = Log(options.out / "log.jsonl", self.step if found else None) if runtime.is_main else None
 
     def _check_meta(self, found: Path) -> int:
@@ -412,7 +416,7 @@ class Trainer:
 
     def save(self) -> None:
         """Checkpoint of the current step, and the picture up to it."""
-        meta = {"step": self.step, **self.meta}
+        meta = {"step": self.step, "sampler": cce_tp.sampler.state_dict(), **self.meta}
         checkpoint.save(self.options.out, self.step, self.model, self.optimizer, meta, self.options.keep)
         if self.log:
             draw_losses(self.log.path, self.options.out / "losses.png")
