@@ -42,8 +42,8 @@ HOT_BYTES = 16 * 2**20
 MOST_IN_REGISTERS = 8192
 """Longest row that one program holds; longer ones are read twice."""
 LONG_BLOCK = 2048
-COLUMN_BLOCK, COLUMN_AT_ONCE, COLUMN_STAGES = 512, 4, 1
-"""What one program of grad C sums: elements of a row, and entries at a time."""
+COLUMN_BLOCK, COLUMN_MANY, COLUMN_AT_ONCE = 512, 8, 4
+"""What one program of grad C sums: elements of a row, entries at a time as long as there are many, and at the end."""
 SMALLEST_PROBABILITY = tl.constexpr(2.0**-23)
 FP16_PEAK_EXPONENT = 13
 SLOTS_AT_ONCE = 256
@@ -68,11 +68,12 @@ class _Width:
     @classmethod
     def of(cls, hidden: int) -> _Width:
         main = 1 << (hidden.bit_length() - 1)
-        warps = max(1, min(8, main // 512))
+        warps = max(1, min(8, main // 1024))
         rest = max(triton.next_power_of_2(hidden - main), 256 * warps) if hidden > main else 0
-        if rest >= main:
-            main, rest, warps = 2 * main, 0, max(1, min(8, main // 512))
-        return cls(main, rest, warps, at_once=4)
+        if rest < main:
+            return cls(main, rest, warps, at_once=2, stages=2 if warps > 1 else 1)
+        main *= 2 if rest else 1
+        return cls(main, 0, max(1, min(8, main // 1024)), at_once=1 if main >= 2048 else 2, stages=3)
 
 
 @triton.jit
@@ -176,11 +177,13 @@ def _input_grad_kernel(  # type: ignore[no-untyped-def]
     n = tl.program_id(0).to(tl.int64)
     o_d = tl.arange(0, MAIN)
     m_d = o_d < hidden
-    p_out = out + n * hidden + o_d
+    if WRITE:
+        p_out = out + n * hidden + o_d
     if REST > 0:
         o_r = MAIN + tl.arange(0, REST)
         m_r = o_r < hidden
-        p_out_r = out + n * hidden + o_r
+        if WRITE:
+            p_out_r = out + n * hidden + o_r
     if not tl.load(active + n):
         if WRITE:
             tl.store(p_out, tl.zeros((MAIN,), dtype=tl.float32).to(out.dtype.element_ty), mask=m_d)
@@ -420,6 +423,34 @@ def _order_kernel(  # type: ignore[no-untyped-def]
         tl.store(ordered + b_begin + b_rank, b_slot, mask=m)
 
 
+@triton.jit
+def _column_sum(  # type: ignore[no-untyped-def]
+    input,
+    ordered,
+    slot_grads,
+    first,
+    end,
+    o_d,
+    m_d,
+    slots_per_token,
+    input_stride_n,
+    input_stride_d,
+    WRITE: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    """Some entries' ``weight * E_n``, and their weights, both summed."""
+    o = first + tl.arange(0, AT_ONCE)
+    m = o < end
+    b_slot = tl.load(ordered + o, mask=m, other=0)
+    b_g = tl.load(slot_grads + b_slot, mask=m, other=0.0)
+    b_sum = tl.zeros_like(o_d).to(tl.float32)
+    if WRITE:
+        p_e = input + (b_slot // slots_per_token).to(tl.int64)[:, None] * input_stride_n
+        b_e = tl.load(p_e + o_d[None, :] * input_stride_d, mask=m[:, None] & m_d[None, :], other=0.0)
+        b_sum = tl.sum(b_e.to(tl.float32) * b_g[:, None], 0)
+    return b_sum, tl.sum(b_g, 0)
+
+
 @triton.jit(do_not_specialize=["num_blocks", "slots_per_token"])
 def _weight_grad_kernel(  # type: ignore[no-untyped-def]
     input,
@@ -447,8 +478,8 @@ def _weight_grad_kernel(  # type: ignore[no-untyped-def]
     WRITE: tl.constexpr,
     BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
+    MANY: tl.constexpr,
     AT_ONCE: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     """One piece of one row of grad C; the first piece also makes the gradient of the row's bias."""
     v = (tl.program_id(0) // num_blocks).to(tl.int64)
@@ -462,17 +493,23 @@ def _weight_grad_kernel(  # type: ignore[no-untyped-def]
         hot = tl.load(hot_place + v)
 
     b_acc = tl.zeros((BLOCK,), dtype=tl.float32)
-    b_bias = tl.zeros((AT_ONCE,), dtype=tl.float32)
-    for first in tl.range(begin, end, AT_ONCE, num_stages=STAGES):
-        o = first + tl.arange(0, AT_ONCE)
-        m = o < end
-        b_slot = tl.load(ordered + o, mask=m, other=0)
-        b_g = tl.load(slot_grads + b_slot, mask=m, other=0.0)
-        if WRITE:
-            p_e = input + (b_slot // slots_per_token).to(tl.int64)[:, None] * input_stride_n
-            b_e = tl.load(p_e + o_d[None, :] * input_stride_d, mask=m[:, None] & m_d[None, :], other=0.0)
-            b_acc += tl.sum(b_e.to(tl.float32) * b_g[:, None], 0)
-        b_bias += b_g
+    s_bias = 0.0
+    # A column may have thousands of entries, where most have a few.
+    many = begin + (end - begin) // MANY * MANY
+    for first in range(begin, many, MANY):
+        b_sum, s_sum = _column_sum(
+            input, ordered, slot_grads, first, end, o_d, m_d, slots_per_token, input_stride_n, input_stride_d, WRITE,
+            MANY,
+        )  # fmt: skip
+        b_acc += b_sum
+        s_bias += s_sum
+    for first in range(many, end, AT_ONCE):
+        b_sum, s_sum = _column_sum(
+            input, ordered, slot_grads, first, end, o_d, m_d, slots_per_token, input_stride_n, input_stride_d, WRITE,
+            AT_ONCE,
+        )  # fmt: skip
+        b_acc += b_sum
+        s_bias += s_sum
 
     if WRITE:
         occurs = (end > begin) | (hot >= 0)
@@ -492,7 +529,6 @@ def _weight_grad_kernel(  # type: ignore[no-untyped-def]
             tl.store(p_out, b_acc.to(out.dtype.element_ty), mask=m_d)
     if BIAS:  # noqa: SIM102
         if piece == 0:
-            s_bias = tl.sum(b_bias, 0)
             if HAS_HOT:  # noqa: SIM102
                 if hot >= 0:
                     s_bias += tl.load(hot_bias_grad + hot)
@@ -871,8 +907,8 @@ class _Backward:
             *problem.input.stride(), 0 if buffer is None else buffer.stride(0), problem.logit_scale,
             HAS_HOT=hot is not None, HAS_SMOOTHING=self.smoothing is not None,
             ACCUMULATE=request.weight is not None and request.weight.accumulate,
-            WRITE=buffer is not None, BIAS=bias_grad is not None, BLOCK=block, AT_ONCE=COLUMN_AT_ONCE,
-            STAGES=COLUMN_STAGES, num_warps=max(1, block // 512),
+            WRITE=buffer is not None, BIAS=bias_grad is not None, BLOCK=block, MANY=COLUMN_MANY,
+            AT_ONCE=COLUMN_AT_ONCE, num_warps=max(1, block // 512),
         )  # fmt: skip
         return bias_grad
 

@@ -13,8 +13,10 @@ order, thinned to the budget. Tokens are taken in chunks that keep bitmap and pa
 
 Numerics:
 
-- A tile whose sum does not lie well inside fp32's range for one of its tokens (an anchor far off, a NaN) redoes its
-  sums relative to its own maxima. So the LSE is right whatever the anchor, and the LSE is all that it could harm.
+- A tile whose sum is too large or too small for one of its tokens (an anchor far off, a NaN) redoes its sums relative
+  to its own maxima, so the LSE is right whatever the anchor. Sums above 2^20 are too large, since exponents lose digits
+  there; small ones hardly matter, unless all are small: then too the LSE loses 6e-8 times its distance from the anchor,
+  up to some 60 nats, where sums are redone because they vanish.
 - With statistics or label smoothing, partials are relative to the tile's maximum as in ``forward``.
 - The comparison needs no ``min``: a probability beyond 1 is above every random number. A NaN is above none.
 - Lists have a fixed place for each token, ``budget`` entries wide, so nothing depends on how many were kept.
@@ -33,13 +35,15 @@ from torch import Tensor
 from . import forward, sampling
 from .interface import LocalProblem, Partials, SamplingPlan
 from .logits import LOG2E, LogitOperands, finish_logits, grouped_tile, row_products
-from .tiles import Tile
+from .tiles import INTERPRETED, Tile
 from .workspace import ALLOCATION, FP32_BYTES, allocated, workspace_too_small
 
 CHUNK_BYTES = 48 * 2**20
 """Default size of the bitmap and the partials together: beyond it, tokens are taken in chunks."""
 WORD_BITS: tl.constexpr = tl.constexpr(32)
-LIST_WORDS = 1024
+LIST_WORDS = 8192
+"""Most words of a bitmap that a program reads at once."""
+FOLD_TOKENS, FOLD_TILES = 8, 128
 HASH_SIZE = 1024
 
 GOLDEN = tl.constexpr(sampling.GOLDEN)
@@ -49,9 +53,10 @@ SCRAMBLE = tl.constexpr(sampling.SCRAMBLE)
 TOKEN_SALT = tl.constexpr(sampling.TOKEN_SALT)
 ID_SALT = tl.constexpr(sampling.ID_SALT)
 PHASE_SALT = tl.constexpr(sampling.PHASE_SALT)
+SLOW_XOR = tl.constexpr(INTERPRETED)
 NOWHERE = tl.constexpr(2**31 - 1)
 SMALLEST_SUM = tl.constexpr(2.0**-90)
-LARGEST_SUM = tl.constexpr(2.0**100)
+LARGEST_SUM = tl.constexpr(2.0**20)
 
 
 @dataclass(frozen=True)
@@ -157,7 +162,9 @@ def _decide(  # type: ignore[no-untyped-def]
     b_x = (b_x ^ (b_x >> 15)) * SCRAMBLE
     b_u = ((b_x >> 9) | 0x3F800000).to(tl.float32, bitcast=True)
     b_bits = tl.where(b_u < b_odds + 1.0, (1 << (tl.arange(0, COLS) % WORD_BITS))[None, :], 0)
-    b_words = tl.xor_sum(tl.reshape(b_bits, (b_z.shape[0], WORDS, WORD_BITS)), 2)
+    b_bits = tl.reshape(b_bits, (b_z.shape[0], WORDS, WORD_BITS))
+    # No two bits of a word are the same, so + would do, but the compiler makes more of it. The interpreter, less.
+    b_words = tl.sum(b_bits, 2) if SLOW_XOR else tl.xor_sum(b_bits, 2)
     m_own = (b_own // WORD_BITS)[:, None] == o_word[None, :]
     b_words &= b_cold[None, :] & ~tl.where(m_own, (1 << (b_own % WORD_BITS))[:, None], 0)
     tl.store(p_words[:, None] + o_word[None, :], b_words, mask=m_n[:, None])
@@ -273,15 +280,34 @@ def _select_kernel(  # type: ignore[no-untyped-def]
             b_ids = tl.where(b_z == b_max[:, None], o_v[None, :], 2147483647)
             tl.store(partial_argmax + pid_v.to(tl.int64) * num_tokens + o_n, tl.min(b_ids, 1), mask=m_n)
     else:
-        m_fine = (b_odds > SMALLEST_SUM) & (b_odds < LARGEST_SUM)
         b_ref = b_anchor
         b_sum = b_odds * eps
+        m_fine = (b_odds > SMALLEST_SUM) & (b_sum < LARGEST_SUM)
         if tl.min((m_fine | ~m_n).to(tl.int32), 0) == 0:
             b_ref = tl.max(b_z, 1)
             b_top = tl.where(b_ref > float("-inf"), b_ref, 0.0)
             b_sum = tl.sum(tl.exp2((b_z - b_top[:, None]) * LOG2E), 1)
     tl.store(p_out, b_ref, mask=m_n)
     tl.store(p_out + field, b_sum, mask=m_n)
+
+
+@triton.jit
+def _write_rows(p_rows, b_word, b_counts, first_row, done, count, size, phase, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Rows of some words' bits go to their places; ``done`` of the token's ``count`` are before them."""
+    b_place = done + tl.cumsum(b_counts, 0) - b_counts
+    b_first = first_row + tl.arange(0, SIZE) * WORD_BITS
+    late = (phase >= size).to(phase.dtype)
+    for _ in range(0, tl.max(b_counts, 0)):  # a word's lowest bit each time
+        b_lowest = (b_word & (~b_word + 1)).to(tl.float32)  # a power of two: its exponent is the bit's number
+        b_row = b_first + (b_lowest.to(tl.int32, bitcast=True) >> 23) - 127
+        if count == size:
+            tl.store(p_rows + b_place, b_row, mask=b_word != 0)
+        else:
+            b_running = b_place.to(phase.dtype) * size + phase
+            b_thinned = b_running // count - late
+            tl.store(p_rows + b_thinned, b_row, mask=(b_word != 0) & (b_running % count < size))
+        b_word = b_word & (b_word - 1)
+        b_place += 1
 
 
 @triton.jit(do_not_specialize=["words_per_token", "budget"])
@@ -293,41 +319,38 @@ def _list_kernel(  # type: ignore[no-untyped-def]
     rows,
     words_per_token,
     budget,
+    WHOLE: tl.constexpr,
+    WIDE: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """One token's bits, counted and then written out as rows of C."""
+    """One token's bits, counted and then written out as rows of C; read once if they are at most SIZE words."""
     n = tl.program_id(0).to(tl.int64)
     p_words = bitmap + n * words_per_token
-    o = tl.arange(0, SIZE)
-    b_counts = tl.zeros((SIZE,), dtype=tl.int32)
-    if tl.load(active + n):
-        for w in range(0, words_per_token, SIZE):
-            b_word = tl.load(p_words + w + o, mask=w + o < words_per_token, other=0).to(tl.uint32, bitcast=True)
-            b_counts += popcount(b_word)
-    count = tl.sum(b_counts, 0)
-    tl.store(found + n, count)
-
-    size = tl.minimum(count, budget).to(tl.int64)
-    phase = mix(tl.load(token_hashes + n).to(tl.uint32, bitcast=True) + PHASE_SALT).to(tl.int64) * count >> 32
-    late = (phase >= size).to(tl.int64)
     p_rows = rows + n * budget
-    done = count * 0
-    for w in range(0, words_per_token, SIZE):
-        if done < count:
-            b_word = tl.load(p_words + w + o, mask=w + o < words_per_token, other=0).to(tl.uint32, bitcast=True)
-            b_counts = popcount(b_word)
-            b_place = done + tl.cumsum(b_counts, 0) - b_counts
-            for _ in range(0, tl.max(b_counts, 0)):  # a word's lowest bit each time
-                b_row = (w + o) * WORD_BITS + popcount((b_word & (~b_word + 1)) - 1)
-                if count <= budget:
-                    tl.store(p_rows + b_place, b_row, mask=b_word != 0)
-                else:
-                    b_running = b_place.to(tl.int64) * size + phase
-                    b_thinned = b_running // count - late
-                    tl.store(p_rows + b_thinned, b_row, mask=(b_word != 0) & (b_running % count < size))
-                b_word = b_word & (b_word - 1)
-                b_place += 1
-            done += tl.sum(b_counts, 0)
+    o = tl.arange(0, SIZE)
+    num_words = tl.where(tl.load(active + n) != 0, words_per_token, 0)
+    b_word = tl.load(p_words + o, mask=o < num_words, other=0).to(tl.uint32, bitcast=True)
+    b_counts = popcount(b_word)
+    b_total = b_counts
+    if not WHOLE:
+        for w in range(SIZE, num_words, SIZE):
+            b_more = tl.load(p_words + w + o, mask=w + o < num_words, other=0)
+            b_total += popcount(b_more.to(tl.uint32, bitcast=True))
+    count = tl.sum(b_total, 0)
+    tl.store(found + n, count)
+    size = tl.minimum(count, budget)
+    phase = mix(tl.load(token_hashes + n).to(tl.uint32, bitcast=True) + PHASE_SALT).to(tl.int64) * count >> 32
+    if not WIDE:
+        phase = phase.to(tl.int32)
+    _write_rows(p_rows, b_word, b_counts, 0, 0, count, size, phase, SIZE)
+    if not WHOLE:
+        done = tl.sum(b_counts, 0)
+        for w in range(SIZE, num_words, SIZE):
+            if done < count:
+                b_word = tl.load(p_words + w + o, mask=w + o < num_words, other=0).to(tl.uint32, bitcast=True)
+                b_counts = popcount(b_word)
+                _write_rows(p_rows, b_word, b_counts, w * WORD_BITS, done, count, size, phase, SIZE)
+                done += tl.sum(b_counts, 0)
 
 
 def select(
@@ -365,6 +388,7 @@ def select(
     argmax_buffer = new(num_tiles * chunk, dtype=torch.int32) if stats else None
     mass = new(num_tiles, dtype=torch.float32) if smoothing else None
     bitmap = new((chunk, words), dtype=torch.int32)
+    list_words = min(triton.next_power_of_2(words), LIST_WORDS)
     anchor, active = plan.anchor.contiguous(), plan.active.contiguous()
     token_hashes, id_hashes = new(num_tokens, dtype=torch.int32), new(num_rows, dtype=torch.int32)
     _hash_kernel[(triton.cdiv(max(num_tokens, num_rows), HASH_SIZE),)](
@@ -380,15 +404,17 @@ def select(
             *part.sizes(), part.scale, part.softcap or 1.0, plan.eps, -math.log2(plan.eps),
             words, STATS=stats, **part.flags(),
         )  # fmt: skip
-        forward._fold_kernel[(triton.cdiv(stop - start, forward.FOLD_TOKENS),)](
+        forward._fold_kernel[(triton.cdiv(stop - start, FOLD_TOKENS),)](
             buffer, argmax_buffer, mass,
             *(None if out is None else out[start:stop] for out in forward._folded(results)),
             stop - start, num_tiles,
-            HAS_SMOOTHING=smoothing, STATS=stats, ROWS=forward.FOLD_TOKENS, TILES=forward.FOLD_TILES, num_warps=4,
+            HAS_SMOOTHING=smoothing, STATS=stats, ROWS=FOLD_TOKENS, TILES=FOLD_TILES, num_warps=4,
         )  # fmt: skip
         _list_kernel[(stop - start,)](
             bitmap, token_hashes[start:stop], active[start:stop],
-            selection.found[start:stop], selection.rows[start:stop], words, budget, SIZE=LIST_WORDS, num_warps=4,
+            selection.found[start:stop], selection.rows[start:stop], words, budget,
+            WHOLE=words <= list_words, WIDE=num_rows * budget >= 2**31,
+            SIZE=list_words, num_warps=max(1, min(16, list_words // 256)),
         )  # fmt: skip
     return results, selection
 

@@ -1,0 +1,287 @@
+"""The sampled mode's Triton kernels under Triton's interpreter, against the plain-PyTorch twin with the same anchor.
+
+Run by ``test_sampled_interpreter.py``. Both draw the same numbers, so they keep the same entries, and gradients agree
+to rounding.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from local_problem import LocalSpec, expected_gradients, logits, relative_error
+from sampled_problem import SampledCase, assert_same_entries, compare, kept_entries, run_sampled
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("TRITON_INTERPRET=1 is not set", allow_module_level=True)
+
+from cce_tp.kernels import sampled, sampled_reference, select_entries, tiles
+from cce_tp.kernels.interface import GradientRequest, WeightGradBuffer
+
+NAN = float("nan")
+TOLERANCE = 1e-5
+SMALL = {"tokens": 19, "hidden": 21, "rows": 70}
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bias": {"bias": True},
+    "offset": {"offset": 300.0},
+    "scale": {"scale": 0.3},
+    "softcap": {"softcap": 1.5},
+    "smoothing": {"smoothing": True},
+    "everything": {"bias": True, "scale": 0.7, "softcap": 2.0, "strided": True},
+    "everything with smoothing": {"bias": True, "scale": 0.7, "smoothing": True, "strided": True},
+    "all inactive": {"inactive": 1.1},
+    "off shard": {"off_shard": 1.1},
+}
+
+
+def small(**options: Any) -> LocalSpec:
+    return LocalSpec(**{**SMALL, **options})
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_options(options: dict[str, Any]) -> None:
+    compare(SampledCase.make(small(**options)), TOLERANCE)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 16, 130), (17, 33, 65), (16, 32, 64), (5, 70, 2)], ids=str)
+def test_shapes(shape: tuple[int, int, int]) -> None:
+    tokens, hidden, rows = shape
+    case = SampledCase.make(small(tokens=tokens, hidden=hidden, rows=rows, bias=True, smoothing=True))
+    compare(case, TOLERANCE)
+
+
+@pytest.mark.parametrize("options", [{}, {"smoothing": True}], ids=["plain", "smoothing"])
+def test_statistics(options: dict[str, Any]) -> None:
+    """The variant that takes every tile's own maximum."""
+    compare(SampledCase.make(small(bias=True, **options)), TOLERANCE, stats=True)
+
+
+@pytest.mark.parametrize("hot", [[], [-1, -1], [5], [69, -1, 0], list(range(70))], ids=str)
+def test_hot_rows(hot: list[int]) -> None:
+    """None, none here, one, some, all; and a target that is hot, one that is not."""
+    case = SampledCase.make(small(bias=True), hot=hot)
+    target = case.problem.target.clone()
+    target[:4] = torch.tensor([69, 5, 33, -1])
+    compare(replace(case, problem=replace(case.problem, target=target)), TOLERANCE)
+
+
+@pytest.mark.parametrize("budget", [1, 3, 10**6])
+def test_budget(budget: int) -> None:
+    compare(SampledCase.make(small(), budget=budget), TOLERANCE)
+
+
+@pytest.mark.parametrize("shift", [-200.0, -20.0, 20.0, 200.0, -float("inf"), float("inf"), NAN])
+def test_anchor_far_off(shift: float) -> None:
+    """The LSE does not depend on it; too low keeps all, too high nothing, and neither is wrong."""
+    case = SampledCase.make(small(tokens=9, bias=True), budget=10**6)
+    compare(replace(case, plan=replace(case.plan, anchor=case.plan.anchor + shift)), TOLERANCE)
+
+
+def test_anchors_of_every_kind_in_one_tile() -> None:
+    case = SampledCase.make(small())
+    shift = torch.tensor([0.0, 90.0, -90.0, 200.0, -200.0, NAN])[torch.arange(case.problem.num_tokens) % 6]
+    compare(replace(case, plan=replace(case.plan, anchor=case.plan.anchor + shift)), TOLERANCE)
+
+
+def test_everything_kept_is_exact() -> None:
+    """pi = 1 for every entry: the gradient is the exact one."""
+    case = SampledCase.make(small(tokens=9, bias=True, smoothing=True), budget=10**6)
+    case = replace(case, plan=replace(case.plan, anchor=case.plan.anchor - 100))
+    ours = run_sampled(select_entries.select, sampled.sampled_gradients, case).gradients
+    right = expected_gradients(case.problem, case.logit_grad)
+    for name in ("input", "weight", "bias"):
+        assert relative_error(getattr(ours, name), getattr(right, name)) < TOLERANCE, name
+
+
+def test_inactive_rows_may_hold_anything() -> None:
+    case = SampledCase.make(small(inactive=0.4, smoothing=True))
+    clean = run_sampled(select_entries.select, sampled.sampled_gradients, case).gradients
+    e = case.problem.input.clone()
+    e[~case.logit_grad.active] = NAN
+    anchor = torch.where(case.plan.active, case.plan.anchor, NAN)
+    dirty = replace(case, problem=replace(case.problem, input=e), plan=replace(case.plan, anchor=anchor))
+    got = run_sampled(select_entries.select, sampled.sampled_gradients, dirty).gradients
+    for name in ("input", "weight", "bias"):
+        assert torch.equal(getattr(got, name), getattr(clean, name)), name
+
+
+def test_a_nan_row_stays_by_itself() -> None:
+    case = SampledCase.make(small(inactive=0.0))
+    e, anchor = case.problem.input.clone(), case.plan.anchor.clone()
+    e[3, 2], anchor[3] = NAN, NAN
+    bad = torch.arange(case.problem.num_tokens) == 3
+    dirty = replace(case, problem=replace(case.problem, input=e), plan=replace(case.plan, anchor=anchor))
+    right, _ = select_entries.select(case.problem, case.plan, stats=False)
+    partials, selection = select_entries.select(dirty.problem, dirty.plan, stats=False)
+    assert partials.sum_exp[bad].isnan().all()
+    lse = partials.max + partials.sum_exp.log()
+    assert torch.allclose(lse[~bad], (right.max + right.sum_exp.log())[~bad], atol=1e-6)
+    assert selection.found[3] == 0
+    grad = replace(case.logit_grad, log_sum=torch.where(bad, NAN, case.logit_grad.log_sum))
+    rows = run_sampled(select_entries.select, sampled.sampled_gradients, replace(dirty, logit_grad=grad)).gradients
+    assert rows.input[bad].isnan().all()
+    assert rows.input[~bad].isfinite().all()
+
+
+@pytest.mark.parametrize("smoothing", [False, True])
+def test_accumulate_touches_only_rows_that_occur(smoothing: bool) -> None:
+    """Others may hold what an addition would spoil; the row stride of the buffer is not its width."""
+    spec = small(smoothing=smoothing, rows=150)
+    case = SampledCase.make(spec, eps=2.0**-2, hot=[7, -1])
+    entries = kept_entries(case)
+    occurs = torch.zeros(spec.rows, dtype=torch.bool)
+    occurs[[row for line in entries for row in line]] = True
+    occurs[case.problem.target[case.logit_grad.active & (case.problem.target >= 0)]] = True
+    occurs[7] = True
+    base = torch.randn(spec.rows, spec.hidden + 3, generator=torch.Generator().manual_seed(5))
+    if not smoothing:
+        base[~occurs] = NAN
+    before = base.clone()
+    got = run_sampled(select_entries.select, sampled.sampled_gradients, case, buffer=base[:, : spec.hidden])
+    alone = run_sampled(select_entries.select, sampled.sampled_gradients, case)
+    touched = torch.ones_like(occurs) if smoothing else occurs
+    right = before[touched, : spec.hidden] + alone.gradients.weight[touched]
+    assert relative_error(got.gradients.weight[touched], right) < 1e-6
+    assert torch.equal(base[:, spec.hidden :].nan_to_num(), before[:, spec.hidden :].nan_to_num())
+    assert 0 < int(occurs.sum()) < spec.rows
+    if not smoothing:
+        assert base[~occurs].isnan().all()
+        assert torch.equal(alone.gradients.weight[~occurs], torch.zeros_like(alone.gradients.weight[~occurs]))
+
+
+@pytest.mark.parametrize("wanted", ["input", "weight", "bias", "none"])
+def test_one_gradient_alone(wanted: str) -> None:
+    case = SampledCase.make(small(bias=True, softcap=3.0))
+    right = run_sampled(sampled_reference.select, sampled_reference.gradients, case).gradients
+    _, selection = select_entries.select(case.problem, case.plan, stats=False)
+    buffer = torch.full_like(case.problem.weight, NAN)
+    handed: list[torch.Tensor] = []
+    request = GradientRequest(
+        torch.float32 if wanted == "input" else None,
+        WeightGradBuffer(buffer, False) if wanted == "weight" else None,
+        wanted == "bias",
+    )
+    bias = sampled.sampled_gradients(case.problem, case.plan, selection, case.logit_grad, request, handed.append)
+    assert (bias is not None) == (wanted == "bias")
+    assert len(handed) == (wanted == "input")
+    if handed:
+        assert relative_error(handed[0], right.input) < TOLERANCE
+    if bias is not None:
+        assert relative_error(bias, right.bias) < TOLERANCE
+    if wanted == "weight":
+        assert relative_error(buffer, right.weight) < TOLERANCE
+
+
+@pytest.mark.parametrize("input_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("buffer_dtype", [torch.bfloat16, torch.float64])
+def test_destinations(input_dtype: torch.dtype, buffer_dtype: torch.dtype) -> None:
+    case = SampledCase.make(small())
+    right = run_sampled(sampled_reference.select, sampled_reference.gradients, case).gradients
+    buffer = torch.zeros(case.problem.weight.shape, dtype=buffer_dtype)
+    got = run_sampled(
+        select_entries.select, sampled.sampled_gradients, case, buffer=buffer, input_dtype=input_dtype
+    ).gradients
+    assert got.input.dtype == input_dtype
+    assert relative_error(got.input, right.input) < (TOLERANCE if input_dtype == torch.float32 else 6e-3)
+    assert relative_error(buffer, right.weight) < (TOLERANCE if buffer_dtype == torch.float64 else 4e-3)
+
+
+@pytest.mark.parametrize(("tokens", "rows"), [(0, 40), (9, 0), (0, 0)])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_nothing(tokens: int, rows: int, accumulate: bool) -> None:
+    case = SampledCase.make(small(tokens=tokens, rows=rows, smoothing=True), hot=[-1])
+    buffer = torch.ones(rows, SMALL["hidden"]) if accumulate else None
+    got = run_sampled(select_entries.select, sampled.sampled_gradients, case, stats=True, buffer=buffer)
+    assert torch.equal(got.partials.max, torch.full((tokens,), -float("inf")))
+    assert int(got.selection.kept) == 0
+    assert torch.equal(got.gradients.input, torch.zeros(tokens, SMALL["hidden"]))
+    assert torch.equal(got.gradients.bias, torch.zeros(rows))
+    assert torch.equal(got.gradients.weight, torch.full((rows, SMALL["hidden"]), float(accumulate)))
+
+
+def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the forward, and of the hot rows' gradients."""
+    case = SampledCase.make(small(tokens=33, bias=True))
+    whole = run_sampled(select_entries.select, sampled.sampled_gradients, case)
+    monkeypatch.setattr(select_entries, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(sampled, "HOT_BYTES", 1)
+    pieces = run_sampled(select_entries.select, sampled.sampled_gradients, case)
+    assert torch.equal(whole.partials.sum_exp, pieces.partials.sum_exp)
+    assert_same_entries(whole.selection, pieces.selection)
+    for name in ("input", "weight", "bias"):
+        assert relative_error(getattr(pieces.gradients, name), getattr(whole.gradients, name)) < 1e-6, name
+
+
+def test_workspace_too_small() -> None:
+    case = SampledCase.make(small(tokens=40))
+    with pytest.raises(ValueError, match=r"workspace=1 is too small: .* at least (\d+) bytes") as refused:
+        select_entries.select(replace(case.problem, workspace=1), case.plan, stats=False)
+    least = int(str(refused.value).split("at least ")[1].split()[0])
+    partials, selection = select_entries.select(replace(case.problem, workspace=least), case.plan, stats=False)
+    right, expected = select_entries.select(case.problem, case.plan, stats=False)
+    assert torch.equal(partials.sum_exp, right.sum_exp)
+    assert_same_entries(selection, expected)
+
+
+def test_rows_too_long_for_registers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampled, "MOST_IN_REGISTERS", 16)
+    monkeypatch.setattr(sampled, "LONG_BLOCK", 16)
+    compare(SampledCase.make(small(bias=True, smoothing=True)), TOLERANCE)
+
+
+def test_long_columns() -> None:
+    """A column that every token keeps, over several programs of the transposition."""
+    case = SampledCase.make(small(tokens=50, rows=3, off_shard=1.1), hot=[])
+    case = replace(case, plan=replace(case.plan, anchor=case.plan.anchor - 50))
+    compare(case, TOLERANCE)
+    assert kept_entries(case) == [[0, 1, 2] if active else [] for active in case.plan.active.tolist()]
+
+
+def test_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "has_tma", lambda device: True)
+    compare(SampledCase.make(small(hidden=24, bias=True)), TOLERANCE)
+
+
+def test_the_ids_are_global() -> None:
+    """Two shards keep what one would."""
+    case = SampledCase.make(small(rows=64), hot=[], budget=10**6)
+    whole = kept_entries(case)
+    parts: list[list[int]] = [[] for _ in whole]
+    for start in (0, 32):
+        target = torch.where(case.problem.target // 32 == start // 32, case.problem.target - start, -1)
+        shard = replace(case.problem, weight=case.problem.weight[start : start + 32], target=target)
+        plan = replace(case.plan, first_id=case.plan.first_id + start)
+        for line, rows in zip(parts, kept_entries(replace(case, problem=shard, plan=plan)), strict=True):
+            line.extend(row + start for row in rows)
+    assert parts == whole
+
+
+def test_the_operands_are_left_alone() -> None:
+    case = SampledCase.make(small(bias=True, smoothing=True))
+    owners = (case.problem, case.plan, case.logit_grad)
+    tensors = [value for owner in owners for value in vars(owner).values() if isinstance(value, torch.Tensor)]
+    copies = [value.clone() for value in tensors]
+    run_sampled(select_entries.select, sampled.sampled_gradients, case)
+    for value, copy in zip(tensors, copies, strict=True):
+        assert torch.equal(value, copy)
+
+
+def test_masked_logits() -> None:
+    """A whole tile, then a whole token, at -inf."""
+    case = SampledCase.make(small(bias=True))
+    assert case.problem.bias is not None
+    b = case.problem.bias.clone()
+    b[:40] = -float("inf")
+    masked = replace(case.problem, bias=b)
+    partials, _ = select_entries.select(masked, case.plan, stats=False)
+    right = logits(masked).logsumexp(1)
+    assert torch.allclose(partials.max.double() + partials.sum_exp.double().log(), right, atol=1e-6)
+    nowhere = replace(case.problem, bias=torch.full_like(b, -float("inf")))
+    partials, selection = select_entries.select(nowhere, case.plan, stats=False)
+    assert torch.equal(partials.sum_exp, torch.zeros_like(partials.sum_exp))
+    assert int(selection.kept) == 0

@@ -1,0 +1,160 @@
+"""Sampled local problems, and the comparison of two implementations of them: same entries, same gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from local_problem import Gradients, LocalSpec, logits, make, make_logit_gradient, relative_error
+from torch import Tensor
+
+from cce_tp.kernels import sampled_reference, select_entries
+from cce_tp.kernels.interface import (
+    GradientRequest,
+    LocalProblem,
+    LogitGradient,
+    Partials,
+    SamplingPlan,
+    WeightGradBuffer,
+)
+from cce_tp.kernels.select_entries import Selection
+
+
+@dataclass(frozen=True)
+class SampledCase:
+    """A problem, what its sampling depends on, and the upstream gradient."""
+
+    problem: LocalProblem
+    plan: SamplingPlan
+    logit_grad: LogitGradient
+
+    @classmethod
+    def make(
+        cls,
+        spec: LocalSpec,
+        device: str = "cpu",
+        *,
+        eps: float = 2.0**-4,
+        budget: int = 12,
+        seed: int = 12345678901234,
+        hot: list[int] | None = None,
+        anchor_error: float = 0.5,
+    ) -> SampledCase:
+        """The anchor misses the LSE by about ``anchor_error``, by default too low and too high as it comes."""
+        problem = make(spec, device)
+        lse, gen = logits(problem).logsumexp(1), torch.Generator().manual_seed(spec.seed + 2)
+        zeros = torch.zeros(spec.tokens, device=device)
+        partials = Partials(lse.float(), (lse - lse.float().double()).exp().float(), zeros)
+        logit_grad = make_logit_gradient(problem, spec, partials)
+        if hot is None:
+            hot = [*sorted({3, 60, spec.rows - 1} & set(range(spec.rows))), -1]
+        plan = SamplingPlan(
+            eps=eps,
+            budget=budget,
+            seed=torch.tensor([seed], device=device),
+            anchor=lse.float() + anchor_error * torch.randn(spec.tokens, generator=gen).to(device),
+            active=logit_grad.active,
+            hot=torch.tensor(hot, dtype=torch.int64, device=device),
+            first_id=77,
+        )
+        return cls(problem, plan, logit_grad)
+
+
+@dataclass(frozen=True)
+class Ran:
+    partials: Partials
+    selection: Any
+    gradients: Gradients
+
+
+def run_sampled(
+    select: Callable[..., tuple[Partials, Any]],
+    backward: Callable[..., Tensor | None],
+    case: SampledCase,
+    *,
+    stats: bool = False,
+    buffer: Tensor | None = None,
+    input_dtype: torch.dtype = torch.float32,
+) -> Ran:
+    """Forward and backward; a buffer is accumulated into, without one the result is written over NaN."""
+    partials, selection = select(case.problem, case.plan, stats=stats)
+    accumulate = buffer is not None
+    if buffer is None:
+        buffer = torch.full(case.problem.weight.shape, float("nan"), device=case.problem.weight.device)
+    handed: list[Tensor] = []
+    request = GradientRequest(input_dtype, WeightGradBuffer(buffer, accumulate), True)
+    bias = backward(case.problem, case.plan, selection, case.logit_grad, request, handed.append)
+    assert bias is not None
+    assert bias.dtype == torch.float32
+    assert len(handed) == 1
+    return Ran(partials, selection, Gradients(handed[0], buffer, bias))
+
+
+def lists(selection: Selection) -> list[list[int]]:
+    rows, sizes = selection.rows.tolist(), selection.found.clamp(max=selection.budget).tolist()
+    return [line[:size] for line, size in zip(rows, sizes, strict=True)]
+
+
+def kept_entries(case: SampledCase) -> list[list[int]]:
+    return lists(select_entries.select(case.problem, case.plan, stats=False)[1])
+
+
+def assert_same_entries(actual: Selection, expected: Selection) -> None:
+    assert torch.equal(actual.found, expected.found)
+    assert lists(actual) == lists(expected)
+
+
+def compare(case: SampledCase, tolerance: float, *, stats: bool = False, **ways: Any) -> None:
+    """The kernels against the twin: partials, entries, gradients."""
+
+    def select(problem: LocalProblem, plan: SamplingPlan, *, stats: bool) -> tuple[Partials, Selection]:
+        return select_entries.select(problem, plan, stats=stats, **{k: v for k, v in ways.items() if k == "allow_tma"})
+
+    def backward(*arguments: Any) -> Tensor | None:
+        from cce_tp.kernels import sampled
+
+        return sampled.sampled_gradients(*arguments, **ways)
+
+    ours = run_sampled(select, backward, case, stats=stats)
+    twin = run_sampled(sampled_reference.select, sampled_reference.gradients, case, stats=stats)
+    compare_partials(ours.partials, twin.partials, case.plan.anchor, stats=stats)
+    tokens, rows = twin.selection.tokens.tolist(), twin.selection.rows.tolist()
+    kept: list[list[int]] = [[] for _ in range(case.problem.num_tokens)]
+    for token, row in zip(tokens, rows, strict=True):
+        kept[token].append(row)
+    assert lists(ours.selection) == kept
+    assert int(ours.selection.kept) == len(tokens)
+    for name in ("input", "weight", "bias"):
+        error = relative_error(getattr(ours.gradients, name), getattr(twin.gradients, name))
+        assert error < tolerance, f"{name}: {error:.2e}"
+    inactive = ours.gradients.input[~case.logit_grad.active]
+    assert torch.equal(inactive, torch.zeros_like(inactive))
+
+
+def compare_partials(ours: Partials, twin: Partials, anchor: Tensor, *, stats: bool) -> None:
+    """The reference of a partial is free, what it stands for is not. An anchor too high costs some digits."""
+    too_high = (anchor - twin.max).nan_to_num(0.0, 0.0, 0.0).clamp(0.0, 64.0)
+    size = torch.maximum(twin.max.abs().clamp(min=1.0), too_high)
+
+    def close(a: Tensor, b: Tensor, tolerance: float = 2e-6) -> bool:
+        return bool(((a - b).abs() <= tolerance * size * b.abs().clamp(min=1.0)).all())
+
+    assert close(ours.max + ours.sum_exp.log(), twin.max + twin.sum_exp.log())
+    assert close(ours.target_logit, twin.target_logit)
+    if twin.smoothing is not None:
+        assert ours.smoothing is not None
+        assert close(ours.smoothing, twin.smoothing, 1e-5)
+    if stats:
+        assert ours.argmax is not None
+        assert twin.argmax is not None
+        assert torch.equal(ours.argmax, twin.argmax)
+        assert ours.entropy is not None
+        assert twin.entropy is not None
+        assert close(ours.entropy, twin.entropy, 1e-5)
+
+
+def at(case: SampledCase, seed: int) -> SampledCase:
+    """The same with another seed."""
+    return replace(case, plan=replace(case.plan, seed=torch.full_like(case.plan.seed, seed)))
