@@ -5,7 +5,7 @@
 DIR holds ``smollm2_head.npz`` and ``smollm2_hidden_pydocs.npz``: a model's head and its hidden states on a text. They
 are rotated into D dimensions; the vocabulary is extended by permuted copies of the head, shifted down by 4, 5, 6, ...
 nats.
-Times are medians over replays of a CUDA graph; G is the logits product alone, by the library, in the same run.
+Times are medians over replays of CUDA graphs, in turns; G is the logits product alone, by the library, in the same run.
 """
 
 from __future__ import annotations
@@ -64,28 +64,32 @@ def realistic(folder: Path, tokens: int, rows: int, hidden: int, dtype: torch.dt
     return LocalProblem(e.to(dtype), c.to(dtype), target)
 
 
-def median_ms(work: Callable[[], object], repeats: int, *, graph: bool = True) -> float:
-    """Of replays of a graph, so that the host's launches do not count; or of calls, for what can't be captured."""
+def captured(work: Callable[[], object]) -> Callable[[], object]:
+    """The work as a graph, so that the host's launches do not count."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         work()
     torch.cuda.current_stream().wait_stream(stream)
-    if graph:
-        captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(captured):
-            work()
-        work = captured.replay
-    work()
-    times = []
-    for _ in range(repeats):
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
         work()
-        stop.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(stop))
-    return statistics.median(times)
+    return graph.replay
+
+
+def medians_ms(works: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+    """In turns, since the clock falls as the device warms up: what is measured later must not look slower for that."""
+    times: dict[str, list[float]] = {name: [] for name in works}
+    for i in range(repeats + 1):
+        for name, work in works.items():
+            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            work()
+            stop.record()
+            torch.cuda.synchronize()
+            if i > 0:
+                times[name].append(start.elapsed_time(stop))
+    return {name: statistics.median(values) for name, values in times.items()}
 
 
 class SampledLoss:
@@ -127,21 +131,20 @@ class SampledLoss:
         self.input_grad = input_grad
 
 
-def parts(loss: SampledLoss, repeats: int) -> dict[str, float]:
+def parts(loss: SampledLoss) -> dict[str, Callable[[], object]]:
     partials, selection = loss.select()
     grad = loss.logit_grad(partials)
-    request = loss.request
-    backward = sampled._Backward(loss.problem, loss.plan, selection, grad, request, True, None)
+    backward = sampled._Backward(loss.problem, loss.plan, selection, grad, loss.request, True, None)
     slots = loss.problem.num_tokens * (selection.budget + 1)
     slot_grads = torch.empty(slots, device="cuda")
     hot = backward._hot_part()
     backward._entry_pass(slot_grads, has_hot=True)
     starts, ordered = backward._transpose(slots)
     return {
-        "hot": median_ms(backward._hot_part, repeats),
-        "grad_E": median_ms(lambda: backward._entry_pass(slot_grads, has_hot=True), repeats),
-        "transpose": median_ms(lambda: backward._transpose(slots), repeats),
-        "grad_C": median_ms(lambda: backward._weight_grad(hot, slot_grads, starts, ordered), repeats),
+        "hot": captured(backward._hot_part),
+        "grad_E": captured(lambda: backward._entry_pass(slot_grads, has_hot=True)),
+        "transpose": captured(lambda: backward._transpose(slots)),
+        "grad_C": captured(lambda: backward._weight_grad(hot, slot_grads, starts, ordered)),
     }
 
 
@@ -186,23 +189,26 @@ def peak_above(work: Callable[[], object], allowed: int) -> int:
     return torch.cuda.max_memory_allocated() - before - allowed
 
 
-def logits_product_ms(problem: LocalProblem, repeats: int) -> float:
+def logits_product(problem: LocalProblem) -> Callable[[], object]:
     logits = problem.input.new_empty(problem.num_tokens, problem.num_rows)
-    return median_ms(lambda: torch.mm(problem.input, problem.weight.T, out=logits), repeats)
+    return captured(lambda: torch.mm(problem.input, problem.weight.T, out=logits))
 
 
 def measure(problem: LocalProblem, options: argparse.Namespace) -> dict[str, Any]:
-    repeats = options.repeats
-    result: dict[str, Any] = {"shape": [problem.num_tokens, problem.num_rows, problem.hidden_size]}
-    result["G"] = logits_product_ms(problem, repeats)
     loss = SampledLoss(problem, options.eps, options.hot, options.budget)
     loss.whole()
     operands = LogitOperands.prepare(problem)
-    result["forward"] = median_ms(lambda: forward.partials(operands, stats=False, workspace=None), repeats)
-    result["anchor"] = median_ms(loss.make_plan, repeats, graph=False)
-    result["select"] = median_ms(loss.select, repeats)
-    result |= parts(loss, repeats)
-    result["total"] = median_ms(loss.whole, repeats)
+    works: dict[str, Callable[[], object]] = {
+        "G": logits_product(problem),
+        "forward": captured(lambda: forward.partials(operands, stats=False, workspace=None)),
+        "anchor": loss.make_plan,  # not captured: PyTorch operators of the caller's
+        "select": captured(loss.select),
+        "total": captured(loss.whole),
+        **parts(loss),
+    }
+    result: dict[str, Any] = {"shape": [problem.num_tokens, problem.num_rows, problem.hidden_size]}
+    result |= medians_ms(works, options.repeats)
+    del works
     loss.input_grad = None
     size = problem.num_tokens * problem.hidden_size * problem.input.element_size()
     result["select_peak_MiB"] = peak_above(loss.select, 0) / MIB
@@ -229,7 +235,8 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error("needs a CUDA device")
     results = []
     for shape in options.shape or [(8192, 256000, 2304), (8192, 128256, 4096)]:
-        problem = realistic(options.data, *shape, torch.bfloat16, "cuda")
+        tokens, rows, hidden = shape
+        problem = realistic(options.data, tokens, rows, hidden, torch.bfloat16, "cuda")
         results.append(measure(problem, options))
         unit = results[-1]["G"]
         for name, value in results[-1].items():
