@@ -56,13 +56,13 @@ class Sampled:
         seed: None draws anew at every call (see ``cce_tp.sampler``); an int makes a call repeatable, and the same at
             every size of the group.
         reference_rows: how many of the most frequent targets are computed exactly.
-        entries_per_token: most entries kept a token on one rank, beside those; default ``1 / eps``. A token with more
-            keeps a random subset, without bias.
+        entries_per_token: most entries kept a token on one rank, beside those; default ``1.5 / eps``. A token with more
+            keeps a random subset, without bias but with more noise. Lists of this length are kept for the backward.
     """
 
     eps: float = 2.0**-8
     seed: int | None = None
-    reference_rows: int = 512
+    reference_rows: int = 1024
     entries_per_token: int = field(default=0)
 
     def __post_init__(self) -> None:
@@ -70,7 +70,7 @@ class Sampled:
         if self.seed is not None:
             _check_int("Sampled: seed", self.seed)
         if self.entries_per_token == 0:
-            object.__setattr__(self, "entries_per_token", math.ceil(1.0 / self.eps))
+            object.__setattr__(self, "entries_per_token", math.ceil(1.5 / self.eps))
         for name in ("reference_rows", "entries_per_token"):
             _check_int(f"Sampled: {name}", getattr(self, name))
             if getattr(self, name) < 1:

@@ -121,7 +121,7 @@ def _partials_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_tiles"])
-def _fold_kernel(  # type: ignore[no-untyped-def]
+def fold_kernel(  # type: ignore[no-untyped-def]
     partials,
     partial_argmax,
     smoothing_mass,
@@ -196,7 +196,7 @@ def partials(operands: LogitOperands, *, stats: bool, workspace: int | None) -> 
     """
     num_tokens, num_rows = operands.num_tokens, operands.num_rows
     smoothing = operands.smoothing_weight is not None
-    results = _empty_shard(num_tokens, operands.input.device, smoothing=smoothing, stats=stats)
+    results = empty_shard(num_tokens, operands.input.device, smoothing=smoothing, stats=stats)
     if num_tokens == 0 or num_rows == 0:
         return results
 
@@ -216,9 +216,9 @@ def partials(operands: LogitOperands, *, stats: bool, workspace: int | None) -> 
             *part.sizes(), part.scale, part.softcap or 1.0,
             STATS=stats, **part.flags(),
         )  # fmt: skip
-        _fold_kernel[(triton.cdiv(stop - start, FOLD_TOKENS),)](
+        fold_kernel[(triton.cdiv(stop - start, FOLD_TOKENS),)](
             buffer, argmax_buffer, mass,
-            *(None if out is None else out[start:stop] for out in _folded(results)),
+            *(None if out is None else out[start:stop] for out in folded(results)),
             stop - start, num_tiles,
             HAS_SMOOTHING=smoothing, STATS=stats, ROWS=FOLD_TOKENS, TILES=FOLD_TILES, num_warps=4,
         )  # fmt: skip
@@ -232,11 +232,11 @@ def least_workspace(num_tokens: int, num_rows: int, dtype: torch.dtype) -> int:
     return allocated(MOST_VALUES * num_tiles * rows * FP32_BYTES, num_tiles * FP32_BYTES) + ALLOCATION
 
 
-def _folded(results: Partials) -> tuple[Tensor | None, ...]:
+def folded(results: Partials) -> tuple[Tensor | None, ...]:
     return results.max, results.sum_exp, results.smoothing, results.entropy, results.argmax
 
 
-def _empty_shard(num_tokens: int, device: torch.device, *, smoothing: bool, stats: bool) -> Partials:
+def empty_shard(num_tokens: int, device: torch.device, *, smoothing: bool, stats: bool) -> Partials:
     """The results for an empty shard. Only ``target_logit`` keeps its values where there are classifier rows."""
 
     def filled(value: float, dtype: torch.dtype = torch.float32) -> Tensor:

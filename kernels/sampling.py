@@ -118,8 +118,8 @@ def choose_hot_rows(target: Tensor, active: Tensor, vocab_size: int, rows: int) 
     # A key without ties: the choice must be the same on every rank.
     key = counts[:vocab_size] * vocab_size + torch.arange(vocab_size - 1, -1, -1, device=target.device)
     ids = key.topk(min(rows, vocab_size)).indices
-    is_hot = torch.zeros(vocab_size, dtype=torch.bool, device=target.device)
-    is_hot[ids] = True
+    # index_fill_, not an assignment: that would copy a host scalar, which a CUDA graph can't capture.
+    is_hot = torch.zeros(vocab_size, dtype=torch.bool, device=target.device).index_fill_(0, ids, True)
     return HotRows(ids, is_hot)
 
 

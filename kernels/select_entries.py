@@ -366,7 +366,7 @@ def select(
     """
     num_tokens, num_rows, device = problem.num_tokens, problem.num_rows, problem.input.device
     smoothing = problem.smoothing_weight is not None
-    results = forward._empty_shard(num_tokens, device, smoothing=smoothing, stats=stats)
+    results = forward.empty_shard(num_tokens, device, smoothing=smoothing, stats=stats)
     new = problem.input.new_empty
     budget = min(plan.budget, num_rows)
     rows = new((num_tokens, budget), dtype=torch.int32)
@@ -404,9 +404,9 @@ def select(
             *part.sizes(), part.scale, part.softcap or 1.0, plan.eps, -math.log2(plan.eps),
             words, STATS=stats, **part.flags(),
         )  # fmt: skip
-        forward._fold_kernel[(triton.cdiv(stop - start, FOLD_TOKENS),)](
+        forward.fold_kernel[(triton.cdiv(stop - start, FOLD_TOKENS),)](
             buffer, argmax_buffer, mass,
-            *(None if out is None else out[start:stop] for out in forward._folded(results)),
+            *(None if out is None else out[start:stop] for out in forward.folded(results)),
             stop - start, num_tiles,
             HAS_SMOOTHING=smoothing, STATS=stats, ROWS=FOLD_TOKENS, TILES=FOLD_TILES, num_warps=4,
         )  # fmt: skip
