@@ -19,12 +19,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
 
 from . import agreement, collectives
 from .arguments import Arguments, gather_arguments, resolve_tensor_parallel_group
@@ -261,14 +260,11 @@ def _logit_gradient(
     return LogitGradient(top, log_sum, prob, target_factor, labels.active, smoothing)
 
 
-def _gradients(
-    ctx: FunctionCtx, u: Tensor | None, h: Tensor | None
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def _gradients(ctx: Any, u: Tensor | None, h: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of input, weight (None if it went to ``main_grad``) and bias."""
-    context = cast(Any, ctx)
-    call: _Call = context.call
-    local_input, weight, bias, target, class_weight, top, log_sum = context.saved_tensors
-    needs_input, needs_weight, needs_bias = context.needs_input_grad[:3]
+    call: _Call = ctx.call
+    local_input, weight, bias, target, class_weight, top, log_sum = ctx.saved_tensors
+    needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
     u = torch.zeros_like(top) if u is None else u.float()
     labels = call.labels(target, class_weight)
     logit_grad = _logit_gradient(call, (top, log_sum), labels, class_weight, u, None if h is None else h.float())
@@ -287,11 +283,11 @@ def _gradients(
     dtype = collectives.reduction_dtype(local_input, call.options.comm_dtype, call.group)
     reduction = InputGradReduction(call.group, call.options.sequence_parallel, local_input.dtype)
     request = GradientRequest(dtype if needs_input else None, destination, needs_bias)
-    if context.selection is None:
+    if ctx.selection is None:
         real_bias_grad = call.implementation.gradients(problem, logit_grad, request, reduction.start)
     else:
         real_bias_grad = call.implementation.sampled_gradients(
-            problem, context.plan, context.selection, logit_grad, request, reduction.start
+            problem, ctx.plan, ctx.selection, logit_grad, request, reduction.start
         )
 
     bias_grad = None
