@@ -1,0 +1,114 @@
+"""What megatron-core needs to build and train a model on a machine without a GPU. For tests only."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import types
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class PlainLayerNorm(nn.LayerNorm):
+    """In place of Megatron's norms, which refuse sequence parallelism without Apex or Transformer Engine."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps)
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+
+
+def _wgrad_gemm_accum(tokens: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
+    main_grad.add_((grad_output.float().t() @ tokens.float()).to(main_grad.dtype))
+
+
+def prepare() -> None:
+    """Patch this process; again is harmless. Call before the first import of megatron."""
+    if "fused_weight_gradient_mlp_cuda" not in sys.modules:
+        fused = types.ModuleType("fused_weight_gradient_mlp_cuda")
+        fused.wgrad_gemm_accum_fp32 = _wgrad_gemm_accum  # type: ignore[attr-defined]
+        fused.wgrad_gemm_accum_fp16 = _wgrad_gemm_accum  # type: ignore[attr-defined]
+        sys.modules["fused_weight_gradient_mlp_cuda"] = fused
+    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
+
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+
+    CudaRNGStatesTracker.fork = lambda self, name="": contextlib.nullcontext()
+
+    from megatron.core.models.hybrid import hybrid_block
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    WrappedTorchNorm.__new__ = lambda cls, *args, **kwargs: PlainLayerNorm(*args, **kwargs)
+    hybrid_block.TENorm = PlainLayerNorm
+
+
+def initialize(tp: int, pp: int = 1, vp: int | None = None) -> None:
+    """Megatron's groups over the default process group, anew."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, virtual_pipeline_model_parallel_size=vp
+    )
+
+
+def config(tp: int, pp: int = 1, **changes: Any) -> Any:
+    from megatron.core.transformer import TransformerConfig
+
+    settings = {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "use_cpu_initialization": True,
+        "tensor_model_parallel_size": tp,
+        "pipeline_model_parallel_size": pp,
+        "pipeline_dtype": torch.float32,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "gradient_accumulation_fusion": False,
+        "masked_softmax_fusion": False,
+        "bias_dropout_fusion": False,
+        "bias_activation_fusion": False,
+    }
+    return TransformerConfig(**{**settings, **changes})
+
+
+def gpt(
+    settings: Any, vocab: int, length: int, pre: bool = True, post: bool = True, tied: bool = False, **others: Any
+) -> Any:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
+
+    mtp = None
+    if settings.mtp_num_layers:
+        mtp = get_gpt_mtp_block_spec(settings, get_gpt_layer_local_spec(), use_transformer_engine=False)
+    return GPTModel(
+        config=settings,
+        transformer_layer_spec=get_gpt_layer_local_spec(),
+        vocab_size=vocab,
+        max_sequence_length=length,
+        pre_process=pre,
+        post_process=post,
+        share_embeddings_and_output_weights=tied,
+        mtp_block_spec=mtp,
+        **others,
+    )
+
+
+def hybrid(settings: Any, vocab: int, length: int, tied: bool = False) -> Any:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    spec = ModuleSpec(module=HybridStack, submodules=HybridStackSubmodules(attention_layer=get_gpt_layer_local_spec()))
+    return HybridModel(
+        config=settings,
+        hybrid_stack_spec=spec,
+        vocab_size=vocab,
+        max_sequence_length=length,
+        hybrid_layer_pattern="**",
+        share_embeddings_and_output_weights=tied,
+    )
