@@ -1,0 +1,280 @@
+"""How much memory the loss layer takes, by method, and the largest micro-batch that fits a GPU.
+
+Counted per rank and beside its inputs, for N tokens, V / tp classifier rows and hidden size D. The gradients of E and C
+have to be written by every method: they are the lower bound.
+
+ordinary logits    fp32 logits, their log-softmax and their gradient: three matrices N x V / tp, before the gradients
+Megatron           the logits in the inputs' dtype, and 1 fp32 matrix (unfused) or 2 (fused) for their softmax
+CCE                the paper's kernels: the gradients, the rows' average logits and order, two numbers a token
+cce_tp             the gradients, and what its launchers allocate, by the very functions by which they do so
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .console import (
+    DTYPES,
+    GIB,
+    Output,
+    UsageError,
+    add_json,
+    dtype_of,
+    mib,
+    positive,
+    positive_number,
+    probability,
+    shape_of,
+    write_json,
+)
+
+if TYPE_CHECKING:
+    from cce_tp.kernels.interface import LocalProblem
+    from cce_tp.kernels.logits import LogitOperands
+
+HELP = "memory of the loss layer, and the largest micro-batch that fits a GPU"
+FP32, INT64 = 4, 8
+MOST_TOKENS = 2**26
+"""Where the search for the largest micro-batch ends."""
+GPUS = {"b200": 178.0, "h200": 139.8, "h100": 79.1, "a100": 79.2, "l40s": 44.4, "rtx4090": 23.5}
+"""GiB that PyTorch finds."""
+PAPER = (8192, 256000, 2304)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The layer on one rank."""
+
+    tokens: int
+    vocabulary: int
+    hidden: int
+    tp: int
+    dtype: torch.dtype
+    eps: float
+
+    @property
+    def rows(self) -> int:
+        """Classifier rows of the largest shard."""
+        return -(-self.vocabulary // self.tp)
+
+    @property
+    def logits(self) -> int:
+        """Elements of this rank's logit matrix."""
+        return self.tokens * self.rows
+
+    @property
+    def gradients(self) -> int:
+        """Bytes of the gradients of E and C."""
+        return (self.tokens + self.rows) * self.hidden * self.dtype.itemsize
+
+    @property
+    def inputs(self) -> int:
+        """Bytes of E and C, and of the labels."""
+        return self.gradients + INT64 * self.tokens
+
+
+def ordinary(shape: Shape) -> int:
+    """Where the paper finds it: in log-softmax's backward pass. Later only the logits' gradient is left."""
+    matrix = FP32 * shape.logits
+    return max(3 * matrix, matrix + shape.gradients)
+
+
+def _megatron(shape: Shape, softmax_matrices: int) -> int:
+    in_inputs_dtype = shape.dtype.itemsize * shape.logits
+    copy = 0 if shape.dtype == torch.float32 else in_inputs_dtype
+    return max(copy + softmax_matrices * FP32 * shape.logits, in_inputs_dtype + shape.gradients)
+
+
+def megatron_unfused(shape: Shape) -> int:
+    return _megatron(shape, 1)
+
+
+def megatron_fused(shape: Shape) -> int:
+    return _megatron(shape, 2)
+
+
+def cce(shape: Shape) -> int:
+    return shape.gradients + (FP32 + INT64) * shape.rows + 2 * FP32 * shape.tokens
+
+
+def _as_launched(shape: Shape) -> tuple[LocalProblem, LogitOperands]:
+    """The shape as the launchers on a recent GPU see it, without memory behind it."""
+    try:
+        from cce_tp.kernels.logits import LogitOperands
+        from cce_tp.kernels.tiles import logit_tile
+    except ImportError:
+        raise UsageError("the package triton, whose launchers' memory is planned, is not installed") from None
+    from cce_tp.kernels.interface import LocalProblem
+
+    with torch.device("meta"):
+        e = torch.empty(shape.tokens, shape.hidden, dtype=shape.dtype)
+        c = torch.empty(shape.rows, shape.hidden, dtype=shape.dtype)
+        problem = LocalProblem(e, c, torch.empty(shape.tokens, dtype=torch.int64))
+    tile = logit_tile(shape.dtype, shape.tokens, shape.hidden, tma=True)
+    return problem, replace(LogitOperands.prepare(problem), tile=tile)
+
+
+def exact(shape: Shape) -> int:
+    """The gradients, and the workspace of the pass that takes more, as ``kernels.forward`` and ``.exact`` plan it."""
+    problem, operands = _as_launched(shape)
+    from cce_tp.kernels import exact as backward
+    from cce_tp.kernels import forward
+    from cce_tp.kernels.interface import GradientRequest, WeightGradBuffer
+
+    tiles = -(-shape.rows // operands.tile.cols)
+    values = 2  # maximum and sum
+    partials = values * FP32 * tiles * forward._tokens_at_once(operands, tiles, values, None)
+    request = GradientRequest(shape.dtype, WeightGradBuffer(problem.weight, False), False)
+    plan = backward._Plan.make(problem, operands, request)
+    fixed = backward._fixed_bytes(
+        shape.tokens, shape.hidden, shape.dtype, accumulator=plan.accumulator, scratch=plan.scratch
+    )
+    slab = plan.slab * backward._bytes_per_row(shape.tokens, shape.dtype, None)
+    return shape.gradients + max(partials, fixed + slab)
+
+
+def sampled(shape: Shape) -> int:
+    """The gradients, the lists of entries, and the largest workspace of a step, as the launchers allocate it."""
+    problem, operands = _as_launched(shape)
+    from cce_tp.kernels import sampled as backward
+    from cce_tp.kernels import select_entries
+    from cce_tp.options import Sampled
+
+    mode, size, tile = Sampled(eps=shape.eps), shape.dtype.itemsize, operands.tile
+    budget = min(mode.entries_per_token, shape.rows)
+    lists = FP32 * shape.tokens * budget
+    tiles = -(-shape.rows // tile.cols)
+    per_token = (2 * tiles + tiles * tile.cols // select_entries.WORD_BITS.value) * FP32
+    select = per_token * select_entries._tokens_at_once(problem, tile, per_token, lists)
+
+    hot = min(mode.reference_rows, shape.rows)
+    kept_of_hot = hot * shape.hidden * FP32 + shape.rows * FP32
+    chunk = min(max(1, backward.HOT_BYTES // (hot * size * tile.rows)) * tile.rows, shape.tokens)
+    products = (2 * hot * shape.hidden + chunk * hot) * size  # the rows gathered, those of other ranks cleared, G
+    slots = shape.tokens * (budget + 1)
+    number = FP32 if slots < 2**31 else INT64
+    transpose = slots * (FP32 + 2 * number) + shape.rows * (FP32 + number)
+    return shape.gradients + lists + max(select, kept_of_hot + max(products, transpose))
+
+
+METHODS: dict[str, Callable[[Shape], int]] = {
+    "ordinary logits": ordinary,
+    "Megatron, unfused": megatron_unfused,
+    "Megatron, fused": megatron_fused,
+    "CCE (the paper's kernels)": cce,
+    "cce_tp, exact": exact,
+    "cce_tp, sampled": sampled,
+    "lower bound: both gradients": lambda shape: shape.gradients,
+}
+
+
+def largest_micro_batch(peak: Callable[[Shape], int], shape: Shape, room: int, step: int) -> int:
+    """The most tokens, in multiples of ``step``, with which the layer and its inputs fit into ``room`` bytes."""
+
+    def fits(steps: int) -> bool:
+        attempt = replace(shape, tokens=steps * step)
+        return attempt.inputs + peak(attempt) <= room
+
+    if not fits(1):
+        return 0
+    low, high = 1, max(2, MOST_TOKENS // step)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low * step
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--shape",
+        type=shape_of,
+        action="append",
+        metavar="N,V,D",
+        help="tokens of a micro-batch, vocabulary, hidden size; repeatable (default: 8192,256000,2304)",
+    )
+    parser.add_argument("--tp", type=positive, default=1, help="tensor-parallel ranks (default: 1)")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of E, C and their gradients")
+    parser.add_argument("--eps", type=probability, default=2.0**-8, help="of the sampled mode (default: 2^-8)")
+    place = parser.add_mutually_exclusive_group()
+    place.add_argument("--gpu", choices=tuple(GPUS), help="(default: the one of this machine, or h100)")
+    place.add_argument("--memory", type=positive_number, metavar="GIB", help="of another GPU")
+    parser.add_argument(
+        "--reserve", type=positive_number, metavar="GIB", help="what the rest takes: model, optimizer, activations"
+    )
+    parser.add_argument(
+        "--seq-len", type=positive, default=1, help="the micro-batch is whole sequences of so many tokens"
+    )
+    add_json(parser)
+
+
+def _room(options: argparse.Namespace) -> tuple[str, int]:
+    """What the GPU is called, and the bytes that the layer may take."""
+    if options.memory is not None:
+        name, size = f"a GPU of {options.memory:g} GiB", options.memory * GIB
+    elif options.gpu is None and torch.cuda.is_available():
+        name, size = torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory
+    else:
+        gpu = options.gpu or "h100"
+        name, size = f"{gpu} ({GPUS[gpu]:g} GiB)", GPUS[gpu] * GIB
+    size -= (options.reserve or 0.0) * GIB
+    if size <= 0:
+        raise UsageError(f"--reserve {options.reserve:g} leaves nothing of {name}")
+    return name, int(size)
+
+
+def plan(shape: Shape, room: int, step: int) -> dict[str, Any]:
+    """The figures of one shape, in bytes and tokens."""
+    return {
+        "tokens": shape.tokens,
+        "vocabulary": shape.vocabulary,
+        "hidden": shape.hidden,
+        "tp": shape.tp,
+        "dtype": str(shape.dtype).removeprefix("torch."),
+        "eps": shape.eps,
+        "fp32_logits": FP32 * shape.logits,
+        "inputs": shape.inputs,
+        "lower_bound": shape.gradients,
+        "room": room,
+        "methods": {
+            name: {"peak": peak(shape), "largest_micro_batch": largest_micro_batch(peak, shape, room, step)}
+            for name, peak in METHODS.items()
+        },
+    }
+
+
+def _show(output: Output, result: dict[str, Any], gpu: str, seq_len: int) -> None:
+    bound = result["lower_bound"]
+    rows = []
+    for name, figures in result["methods"].items():
+        tokens = figures["largest_micro_batch"]
+        most = f"{tokens:,}" if seq_len == 1 else f"{tokens // seq_len:,} x {seq_len:,}"
+        more = "" if name.startswith("ordinary") or figures["peak"] < bound else mib(figures["peak"] - bound)
+        rows.append((name, mib(figures["peak"]), more, most if tokens else "none"))
+    split = f", tp = {result['tp']}" if result["tp"] > 1 else ""
+    title = (
+        f"N = {result['tokens']:,}, V = {result['vocabulary']:,}, D = {result['hidden']:,}, {result['dtype']}{split}"
+    )
+    unit = "tokens" if seq_len == 1 else "sequences"
+    output.table(title, ("method", "peak, MiB", "above the bound, MiB", f"most {unit}"), rows)
+    logits, inputs = mib(result["fp32_logits"]), mib(result["inputs"])
+    output.say(f"fp32 logits alone: {logits} MiB; E and C, not counted in the peaks: {inputs} MiB.")
+    output.say(f"The last column: with E and C, in {mib(result['room'])} MiB of {gpu}; the loss layer alone.\n")
+
+
+def run(options: argparse.Namespace) -> int:
+    output = Output()
+    gpu, room = _room(options)
+    results = []
+    for tokens, vocabulary, hidden in options.shape or [PAPER]:
+        if options.tp > vocabulary:
+            raise UsageError(f"--tp {options.tp} is more than the {vocabulary} rows of the vocabulary")
+        shape = Shape(tokens, vocabulary, hidden, options.tp, dtype_of(options.dtype), options.eps)
+        results.append(plan(shape, room, options.seq_len))
+        _show(output, results[-1], gpu, options.seq_len)
+    write_json(options.json, results)
+    return 0
