@@ -10,9 +10,10 @@ Errors are relative in the Frobenius norm.
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,19 +22,34 @@ from torch import Tensor
 
 import cce_tp
 
+from .console import Parser, UsageError, add_json, existing_file, positive, write_json
+
 Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+@contextmanager
+def _open(path: Path, *names: str) -> Iterator[Any]:
+    try:
+        file = np.load(path)
+        missing = [name for name in names if name not in file]
+    except (OSError, ValueError, TypeError) as error:
+        raise UsageError(f"{path} is no .npz file: {error}") from None
+    if missing:
+        raise UsageError(f"{path} has no array named {missing[0]}")
+    with file:
+        yield file
 
 
 def load_head(path: Path) -> Tensor:
     """The classifier, fp32 ``[V, D]``."""
-    with np.load(path) as file:
+    with _open(path, "q", "scale") as file:
         q, scale = torch.from_numpy(file["q"]).float(), torch.from_numpy(file["scale"]).float()
     return q * scale.repeat_interleave(q.shape[1] // scale.shape[1], dim=1)
 
 
 def load_hidden(path: Path) -> tuple[Tensor, Tensor]:
     """Hidden states, bf16 ``[N, D]``, and targets, int64 ``[N]``."""
-    with np.load(path) as file:
+    with _open(path, "e_bf16", "targets") as file:
         return torch.from_numpy(file["e_bf16"]).view(torch.bfloat16), torch.from_numpy(file["targets"]).long()
 
 
@@ -62,21 +78,32 @@ def _modes(target: Tensor) -> dict[str, Loss]:
 
 def main(arguments: list[str] | None = None) -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(prog="python -m cce_tp.launch.accuracy", description=__doc__.splitlines()[0])
-    parser.add_argument("--head", type=Path, required=True)
-    parser.add_argument("--hidden", type=Path, required=True)
-    parser.add_argument("--tokens", type=int, help="use only the first so many")
+    parser = Parser(prog="cce-tp accuracy", description=__doc__)
+    parser.add_argument("--head", type=existing_file, required=True, metavar="FILE")
+    parser.add_argument("--hidden", type=existing_file, required=True, metavar="FILE")
+    parser.add_argument("--tokens", type=positive, help="use only the first so many")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add_json(parser)
     options = parser.parse_args(arguments)
     hidden, target = (x[: options.tokens].to(options.device) for x in load_hidden(options.hidden))
     head = load_head(options.head).to(options.device).bfloat16()
     torch.set_float32_matmul_precision("highest")
     right = _gradients(lambda e, c: F.cross_entropy(e @ c.T, target), hidden.float(), head.float())
     print(f"{len(target)} tokens, V = {head.shape[0]}, D = {head.shape[1]}, {options.device}; loss {right[0]:.6f}")
+    results = []
     for name, loss in _modes(target).items():
         value, grad_e, grad_c = _gradients(loss, hidden, head)
         errors = f"grad E {_relative(grad_e, right[1]):.2e}  grad C {_relative(grad_c, right[2]):.2e}"
         print(f"{name:30} loss off by {value - right[0]:+.1e}  {errors}", flush=True)
+        results.append(
+            {
+                "mode": name,
+                "loss_error": value - right[0],
+                "grad_E": _relative(grad_e, right[1]),
+                "grad_C": _relative(grad_c, right[2]),
+            }
+        )
+    write_json(options.json, {"loss": right[0], "tokens": len(target), "modes": results})
 
 
 if __name__ == "__main__":

@@ -8,18 +8,17 @@ times are worth quoting. Memory is the peak above the inputs and their gradients
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from cce_tp.kernels.interface import GradientRequest, LocalImplementation, LocalProblem, LogitGradient, WeightGradBuffer
 from cce_tp.kernels.select import CHOICES, choose
+
+from .console import Parser, add_json, positive, positive_number, shape_of, write_json
 
 MIB = 2**20
 
@@ -175,20 +174,15 @@ def measure(
     return Result(tokens, rows, hidden, dtype_name, name, unit, forward, both, forward_peak, peak, value, errors)
 
 
-def _shape(text: str) -> tuple[int, int, int]:
-    tokens, rows, hidden = (int(part) for part in text.split(","))
-    return tokens, rows, hidden
-
-
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", type=_shape, action="append", metavar="N,V,D", help="may be repeated")
+    parser = Parser(prog="cce-tp bench", description=__doc__)
+    parser.add_argument("--shape", type=shape_of, action="append", metavar="N,V,D", help="may be repeated")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    parser.add_argument("--spread", type=float, default=2.0, help="standard deviation of the logits")
+    parser.add_argument("--spread", type=positive_number, default=2.0, help="standard deviation of the logits")
     parser.add_argument("--implementation", choices=CHOICES, default="triton")
-    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--repeats", type=positive, default=20)
     parser.add_argument("--check", action="store_true", help="also the gradients' errors; writes the logits in fp32")
-    parser.add_argument("--json", type=Path, help="write the results here")
+    add_json(parser)
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         parser.error("needs a CUDA device")
@@ -198,8 +192,7 @@ def main(arguments: list[str] | None = None) -> None:
         result = measure(shape, dtype, options.spread, options.implementation, options.repeats, options.check)
         results.append(result)
         print(result.row(), flush=True)
-    if options.json is not None:
-        options.json.write_text(json.dumps([asdict(result) for result in results], indent=2) + "\n")
+    write_json(options.json, [asdict(result) for result in results])
 
 
 if __name__ == "__main__":

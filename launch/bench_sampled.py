@@ -11,7 +11,6 @@ Times are medians over replays of CUDA graphs, in turns; G is the logits product
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +23,8 @@ from torch import Tensor
 from cce_tp.kernels import exact, forward, sampled, sampling, select_entries
 from cce_tp.kernels.interface import GradientRequest, LocalProblem, LogitGradient, SamplingPlan, WeightGradBuffer
 from cce_tp.kernels.logits import LogitOperands
+
+from .console import Parser, add_json, existing_folder, positive, probability, shape_of, write_json
 
 MIB = 2**20
 FIRST_SHIFT = 4.0
@@ -216,20 +217,15 @@ def measure(problem: LocalProblem, options: argparse.Namespace) -> dict[str, Any
     return result | errors(loss)
 
 
-def _shape(text: str) -> tuple[int, int, int]:
-    tokens, rows, hidden = (int(part) for part in text.split(","))
-    return tokens, rows, hidden
-
-
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--shape", type=_shape, action="append", metavar="N,V,D", help="may be repeated")
-    parser.add_argument("--eps", type=float, default=2.0**-8)
-    parser.add_argument("--hot", type=int, default=512, help="hot rows")
-    parser.add_argument("--budget", type=int, default=256)
-    parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--json", type=Path, help="write the results here")
+    parser = Parser(prog="cce-tp bench --sampled", description=__doc__)
+    parser.add_argument("--data", type=existing_folder, metavar="DIR", required=True)
+    parser.add_argument("--shape", type=shape_of, action="append", metavar="N,V,D", help="may be repeated")
+    parser.add_argument("--eps", type=probability, default=2.0**-8)
+    parser.add_argument("--hot", type=positive, default=512, help="hot rows")
+    parser.add_argument("--budget", type=positive, default=256)
+    parser.add_argument("--repeats", type=positive, default=10)
+    add_json(parser)
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         parser.error("needs a CUDA device")
@@ -242,8 +238,7 @@ def main(arguments: list[str] | None = None) -> None:
         for name, value in results[-1].items():
             times = isinstance(value, float) and "error" not in name and "MiB" not in name and "kept" not in name
             print(f"{name:>16} {value}" + (f" = {value / unit:.3f} G" if times else ""), flush=True)
-    if options.json is not None:
-        options.json.write_text(json.dumps(results, indent=2) + "\n")
+    write_json(options.json, results)
 
 
 if __name__ == "__main__":

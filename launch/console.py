@@ -108,6 +108,14 @@ def existing_file(text: str) -> Path:
     return path
 
 
+def existing_folder(text: str) -> Path:
+    """An argparse type."""
+    path = Path(text)
+    if not path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is not a folder")
+    return path
+
+
 def writable_file(text: str) -> Path:
     """An argparse type: a file in a folder that exists, so that an hour's work does not end in an error."""
     path = Path(text)
