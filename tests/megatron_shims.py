@@ -8,6 +8,7 @@ import types
 from typing import Any
 
 import torch
+import torch._dynamo
 from torch import Tensor, nn
 
 
@@ -31,11 +32,17 @@ def prepare() -> None:
         fused.wgrad_gemm_accum_fp32 = _wgrad_gemm_accum  # type: ignore[attr-defined]
         fused.wgrad_gemm_accum_fp16 = _wgrad_gemm_accum  # type: ignore[attr-defined]
         sys.modules["fused_weight_gradient_mlp_cuda"] = fused
+    torch._dynamo.config.disable = True  # compiling Megatron's elementwise fusions takes a minute
+    stream = types.SimpleNamespace(wait_event=lambda event: None, wait_stream=lambda other: None)
+    torch.cuda.current_stream = lambda *args: stream  # type: ignore[assignment]
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
 
-    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+    from megatron.core.tensor_parallel import random
 
-    CudaRNGStatesTracker.fork = lambda self, name="": contextlib.nullcontext()
+    random._get_cuda_rng_state = lambda *args, **kwargs: torch.zeros(1)
+    random._set_cuda_rng_state = lambda *args, **kwargs: None
+    random.CudaRNGStatesTracker.fork = lambda self, name="": contextlib.nullcontext()
 
     from megatron.core.models.hybrid import hybrid_block
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -112,3 +119,72 @@ def hybrid(settings: Any, vocab: int, length: int, tied: bool = False) -> Any:
         hybrid_layer_pattern="**",
         share_embeddings_and_output_weights=tied,
     )
+
+
+def bert(settings: Any, vocab: int, length: int, tied: bool = True) -> Any:
+    from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
+    from megatron.core.models.bert.bert_model import BertModel
+
+    return BertModel(
+        config=settings,
+        num_tokentypes=0,
+        transformer_layer_spec=bert_layer_local_spec,
+        vocab_size=vocab,
+        max_sequence_length=length,
+        share_embeddings_and_output_weights=tied,
+        add_binary_head=False,
+    )
+
+
+def t5(settings: Any, vocab: int, length: int, tied: bool = True) -> Any:
+    from megatron.core.models.T5 import t5_spec
+    from megatron.core.models.T5.t5_model import T5Model
+
+    return T5Model(
+        config=settings,
+        encoder_config=settings,
+        transformer_encoder_layer_spec=t5_spec.get_t5_encoder_with_local_block_spec(settings.num_layers),
+        transformer_decoder_layer_spec=t5_spec.get_t5_decoder_with_local_block_spec(settings.num_layers),
+        vocab_size=vocab,
+        max_sequence_length=length,
+        share_embeddings_and_output_weights=tied,
+    )
+
+
+def head(settings: Any, weight: Tensor, tied: bool = False, bias: bool = False) -> Any:
+    """A language module that is nothing but an embedding and an output layer of ``weight`` ``[V, D]``."""
+    from megatron.core import tensor_parallel
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+
+    class Head(LanguageModule):
+        def __init__(self) -> None:
+            super().__init__(settings)
+            self.pre_process = self.post_process = True
+            self.share_embeddings_and_output_weights = tied
+            self.embedding = nn.Module()
+            self.embedding.word_embeddings = tensor_parallel.VocabParallelEmbedding(
+                *weight.shape, init_method=nn.init.zeros_, config=settings, tp_group=self.tp_group
+            )
+            self.output_layer = tensor_parallel.ColumnParallelLinear(
+                weight.shape[1],
+                weight.shape[0],
+                config=settings,
+                init_method=nn.init.zeros_,
+                bias=bias,
+                skip_weight_param_allocation=tied,
+                tp_group=self.tp_group,
+            )
+            local = weight.chunk(self.tp_group.size())[self.tp_group.rank()]
+            with torch.no_grad():
+                (self.embedding.word_embeddings if tied else self.output_layer).weight.copy_(local)
+            self.setup_embeddings_and_output_layer()
+
+        def forward(self, hidden: Tensor, labels: Tensor | None, gather: bool | None = None) -> Tensor:
+            shared = self.shared_embedding_or_output_weight() if tied else None
+            logits, _ = self.output_layer(hidden, weight=shared, runtime_gather_output=gather)
+            logits = self._scale_logits(logits)
+            if labels is None:
+                return logits.transpose(0, 1).contiguous()
+            return self.compute_language_model_loss(labels, logits)
+
+    return Head()

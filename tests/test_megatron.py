@@ -1,0 +1,681 @@
+"""The Megatron hook against stock Megatron-core, on gloo. Four processes: tp 1 and 2, tp 2 × pp 2.
+
+Stock and hooked passes run in the same process on the same model; what is compared is the loss of every token and the
+gradient of every parameter.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import megatron_shims as shims
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import Pool, Rank, collectives
+from oracle import fixture0
+from torch import Tensor, nn
+
+import cce_tp
+import cce_tp.megatron as hook
+
+VOCAB, LENGTH, BATCH = 64, 16, 2
+F0_MEAN, F0_INPUT_NORM = 7.05823367, 1.17992639
+START_TIMEOUT = 150.0  # the first task on every process imports megatron
+
+needs_megatron = pytest.mark.skipif(
+    importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None,
+    reason="needs megatron-core (tests/run.sh installs it)",
+)
+
+
+def _prepare(rank: Rank) -> None:
+    warnings.simplefilter("ignore")
+    shims.prepare()
+
+
+@pytest.fixture(scope="module")
+def megatron_pool() -> Iterator[Pool]:
+    """Processes of their own: the shims patch torch."""
+    pool = Pool(4, sizes=(4,))
+    pool.run(4, _prepare, timeout=START_TIMEOUT)
+    yield pool
+    pool.stop()
+
+
+def run(pool: Pool, task: Any, *args: Any) -> list[Any]:
+    if not pool._workers:  # a failure has stopped them
+        pool.run(4, _prepare, timeout=START_TIMEOUT)
+    return pool.run(4, task, *args)
+
+
+# What a model of each kind is given, and one forward and backward pass.
+
+
+def _build(kind: str, tp: int, tied: bool = False, vocab: int = VOCAB, **changes: Any) -> Any:
+    torch.manual_seed(0)
+    settings = shims.config(tp, **changes)
+    builders = {"gpt": shims.gpt, "hybrid": shims.hybrid, "bert": shims.bert, "t5": shims.t5}
+    model = builders[kind](settings, vocab, LENGTH, tied=tied)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(std=0.5)
+    return model
+
+
+def _batch(seed: int, vocab: int = VOCAB) -> dict[str, Tensor]:
+    """Ids, labels and the loss's upstream gradient; the same on a tensor-parallel group, not on data-parallel ranks."""
+    from megatron.core import parallel_state
+
+    generator = torch.Generator().manual_seed(1000 * seed + parallel_state.get_data_parallel_rank())
+    shape = (BATCH, LENGTH)
+    return {
+        "ids": torch.randint(0, vocab, shape, generator=generator),
+        "labels": torch.randint(0, vocab, shape, generator=generator),
+        "upstream": torch.rand(shape, generator=generator) * (torch.rand(shape, generator=generator) > 0.25),
+    }
+
+
+def _positions() -> Tensor:
+    return torch.arange(LENGTH).expand(BATCH, LENGTH)
+
+
+def _forward(model: nn.Module, kind: str, batch: dict[str, Tensor], labels: Tensor | None) -> Tensor:
+    causal = torch.ones(1, 1, LENGTH, LENGTH).tril() < 0.5
+    if kind == "bert":
+        loss, _ = model(batch["ids"], torch.ones(BATCH, LENGTH, dtype=torch.long), lm_labels=labels)
+        return loss
+    if kind == "t5":
+        see_all = torch.zeros(BATCH, 1, LENGTH, LENGTH, dtype=torch.bool)
+        return model(batch["ids"], batch["ids"].flip(1), see_all, causal, see_all, lm_labels=labels)
+    return model(batch["ids"], _positions(), causal, labels=labels)
+
+
+def _step(model: nn.Module, kind: str, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    for parameter in model.parameters():
+        parameter.grad = None
+    loss = _forward(model, kind, batch, batch["labels"])
+    (loss * batch["upstream"]).sum().backward()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return loss.detach(), grads
+
+
+def _check_same(mine: tuple[Tensor, dict[str, Tensor]], stock: tuple[Tensor, dict[str, Tensor]]) -> None:
+    torch.testing.assert_close(mine[0], stock[0], rtol=1e-6, atol=2e-6)
+    assert mine[0].dtype == torch.float32
+    assert mine[0].is_contiguous()
+    assert mine[1].keys() == stock[1].keys()
+    # Some gradients are nearly zero by construction, all rounding: they are held to the largest one.
+    floor = 1e-7 * max(float(grad.norm()) for grad in stock[1].values())
+    for name, grad in stock[1].items():
+        assert mine[1][name].dtype == grad.dtype
+        error = float((mine[1][name] - grad).norm())
+        assert error < 2e-6 * float(grad.norm()) + floor, (name, error, float(grad.norm()))
+
+
+def relative(value: Tensor, expected: Tensor) -> float:
+    return float((value.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-6))
+
+
+def _check_equal_over_group(value: Tensor, group: dist.ProcessGroup) -> None:
+    others = [torch.empty_like(value) for _ in range(group.size())]
+    dist.all_gather(others, value, group=group)
+    assert all(torch.equal(value, other) for other in others)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "gpt": {"kind": "gpt"},
+    "gpt tied": {"kind": "gpt", "tied": True},
+    "gpt sequence parallel": {"kind": "gpt", "sequence_parallel": True},
+    "gpt tied sequence parallel": {"kind": "gpt", "tied": True, "sequence_parallel": True},
+    "gpt mup": {"kind": "gpt", "use_mup": True, "mup_base_hidden_size": 16},
+    "gpt mup tied mtp": {
+        "kind": "gpt",
+        "tied": True,
+        "use_mup": True,
+        "mup_base_hidden_size": 16,
+        "mtp_num_layers": 2,
+    },
+    "gpt mtp": {"kind": "gpt", "mtp_num_layers": 2},
+    "gpt mtp sequence parallel": {"kind": "gpt", "mtp_num_layers": 2, "sequence_parallel": True},
+    "gpt mtp detached heads": {"kind": "gpt", "mtp_num_layers": 1, "mtp_detach_heads": True},
+    "gpt mtp per token": {"kind": "gpt", "mtp_num_layers": 1, "calculate_per_token_loss": True},
+    "gpt full recompute": {
+        "kind": "gpt",
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
+    "gpt fused cross-entropy": {"kind": "gpt", "cross_entropy_loss_fusion": True},
+    "gpt bf16": {"kind": "gpt", "bf16": True, "sequence_parallel": True},
+    "hybrid": {"kind": "hybrid"},
+    "hybrid tied sequence parallel": {"kind": "hybrid", "tied": True, "sequence_parallel": True},
+    "bert tied": {"kind": "bert", "tied": True},
+    "bert": {"kind": "bert"},
+    "t5 tied": {"kind": "t5", "tied": True},
+    "t5": {"kind": "t5"},
+}
+
+
+def _mtp_metrics() -> dict[str, Tensor]:
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    tracker = MTPLossLoggingHelper.tracker
+    found = {name: tracker[name].clone() for name in tracker if name.endswith("_values")}
+    tracker.clear()
+    return found
+
+
+def _compare_model(rank: Rank, tp: int, case: str) -> None:
+    shims.initialize(tp)
+    keywords = dict(CASES[case])
+    model = _build(tp=tp, **keywords)
+    kind, batch = keywords["kind"], _batch(1)
+    group, layers = model.tp_group, model.config.mtp_num_layers or 0
+    if keywords.get("bf16"):
+        from megatron.core.transformer.module import Float16Module
+
+        model = Float16Module(model.config, model)
+    _mtp_metrics()
+    stock, stock_metrics = _step(model, kind, batch), _mtp_metrics()
+    assert hook.install(model, strict=True) == 1
+    mine, metrics = _step(model, kind, batch), _mtp_metrics()
+    if keywords.get("bf16") or keywords.get("cross_entropy_loss_fusion"):
+        # Stock rounds its logits, or their gradient, to bf16.
+        assert (mine[0] - stock[0]).abs().max() < 0.05
+        assert all(relative(mine[1][name], grad) < 0.05 for name, grad in stock[1].items())
+    else:
+        _check_same(mine, stock)
+    _check_equal_over_group(mine[0], group)
+    assert metrics.keys() == stock_metrics.keys()
+    for name, values in stock_metrics.items():
+        torch.testing.assert_close(metrics[name], values, rtol=1e-6, atol=1e-6)
+    (status,) = hook.status(model)
+    assert (status.implementation, status.materialised) == ("torch", 0)
+    assert status.losses == 1 + layers
+    assert hook.uninstall(model) == 1
+    again = _step(model, kind, batch)
+    assert torch.equal(again[0], stock[0])
+    assert all(torch.equal(again[1][name], grad) for name, grad in stock[1].items())
+
+
+@needs_megatron
+@pytest.mark.parametrize("case", CASES)
+def test_model_in_two_shards(megatron_pool: Pool, case: str) -> None:
+    run(megatron_pool, _compare_model, 2, case)
+
+
+@needs_megatron
+@pytest.mark.parametrize("case", ["gpt tied", "gpt mtp", "hybrid", "t5 tied"])
+def test_model_in_one_shard(megatron_pool: Pool, case: str) -> None:
+    run(megatron_pool, _compare_model, 1, case)
+
+
+# Pipeline stages and virtual chunks: the activations travel by hand, since Megatron's schedules need CUDA.
+
+
+def _stages(chunks: list[Any], batch: dict[str, Tensor], settings: Any) -> tuple[Tensor | None, list[dict]]:
+    """One forward and backward pass over pipeline ranks and, within each, over this rank's ``chunks``."""
+    from megatron.core import parallel_state
+
+    pp_rank, pp = parallel_state.get_pipeline_model_parallel_rank(), settings.pipeline_model_parallel_size
+    ranks = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
+    length = LENGTH // (settings.tensor_model_parallel_size if settings.sequence_parallel else 1)
+    order = [(stage, chunk) for chunk in range(len(chunks)) for stage in range(pp)]
+    causal = torch.ones(1, 1, LENGTH, LENGTH).tril() < 0.5
+    received: dict[int, Tensor] = {}
+    sent: dict[int, Tensor] = {}
+    loss = None
+    for place, (stage, chunk) in enumerate(order):
+        if stage != pp_rank:
+            continue
+        if place > 0:
+            received[place] = torch.empty(length, BATCH, settings.hidden_size)
+            dist.recv(received[place], ranks[order[place - 1][0]])
+            received[place].requires_grad_()
+            chunks[chunk].set_input_tensor([received[place]])
+        out = chunks[chunk](batch["ids"], _positions(), causal, labels=batch["labels"])
+        if place < len(order) - 1:
+            dist.send(out.detach().contiguous(), ranks[order[place + 1][0]])
+            sent[place] = out
+        else:
+            loss = out
+    for place, (stage, _) in reversed(list(enumerate(order))):
+        if stage != pp_rank:
+            continue
+        if place == len(order) - 1:
+            assert loss is not None
+            (loss * batch["upstream"]).sum().backward()
+        else:
+            grad = torch.empty_like(sent[place])
+            dist.recv(grad, ranks[order[place + 1][0]])
+            sent[place].backward(grad)
+        if place > 0:
+            dist.send(received[place].grad.contiguous(), ranks[order[place - 1][0]])
+    grads = []
+    for chunk in chunks:
+        grads.append({name: p.grad.clone() for name, p in chunk.named_parameters() if p.grad is not None})
+        for parameter in chunk.parameters():
+            parameter.grad = None
+    return None if loss is None else loss.detach(), grads
+
+
+def _compare_pipeline(rank: Rank, tied: bool, sequence_parallel: bool, vp: int | None) -> int:
+    from megatron.core import parallel_state
+
+    shims.initialize(tp=2, pp=2, vp=vp)
+    settings = shims.config(
+        2,
+        2,
+        num_layers=2 * (vp or 1),
+        sequence_parallel=sequence_parallel,
+        virtual_pipeline_model_parallel_size=vp,
+    )
+    first = parallel_state.get_pipeline_model_parallel_rank() == 0
+    torch.manual_seed(parallel_state.get_pipeline_model_parallel_rank())
+    chunks = []
+    for index in range(vp or 1):
+        pre, post = first and index == 0, not first and index == (vp or 1) - 1
+        stage = {} if vp is None else {"vp_stage": index}
+        chunks.append(shims.gpt(settings, VOCAB, LENGTH, pre=pre, post=post, tied=tied, **stage))
+    batch = _batch(2)
+    stock_loss, stock = _stages(chunks, batch, settings)
+    before = [dict(chunk.__dict__) for chunk in chunks]
+    installed = hook.install(chunks, strict=True)
+    assert installed == (0 if first else 1)
+    loss, grads = _stages(chunks, batch, settings)
+    if loss is not None and stock_loss is not None:
+        torch.testing.assert_close(loss, stock_loss, rtol=1e-6, atol=2e-6)
+        assert hook.status(chunks)[0].losses == 1
+    for mine, theirs in zip(grads, stock, strict=True):
+        assert mine.keys() == theirs.keys()
+        assert all(relative(mine[name], grad) < 3e-6 for name, grad in theirs.items())
+    assert hook.uninstall(chunks) == installed
+    assert [chunk.__dict__.keys() for chunk in chunks] == [attributes.keys() for attributes in before]
+    return installed
+
+
+@needs_megatron
+@pytest.mark.parametrize(
+    ("tied", "sequence_parallel", "vp"),
+    [(False, False, None), (True, True, None), (True, False, 2), (False, True, 2)],
+)
+def test_pipeline_of_two_stages(megatron_pool: Pool, tied: bool, sequence_parallel: bool, vp: int | None) -> None:
+    """tp 2 × pp 2; stages without an output layer are left alone, and so are virtual chunks."""
+    assert run(megatron_pool, _compare_pipeline, tied, sequence_parallel, vp) == [0, 0, 1, 1]
+
+
+# The gradient contract: fusion, DDP, the distributed optimizer.
+
+
+def _train(model: Any, ddp_options: dict[str, Any], install: bool) -> tuple[Any, ...]:
+    """Losses, main_grads of the last step, and parameters after two steps of gradient descent, on two micro-batches."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    wrapped = DistributedDataParallel(model.config, DistributedDataParallelConfig(**ddp_options), model)
+    if install:
+        assert hook.install(wrapped, strict=True) == 1
+    losses, grads = [], {}
+    for step in range(2):
+        wrapped.zero_grad_buffer()
+        for micro in range(2):
+            batch = _batch(10 * step + micro)
+            with wrapped.no_sync() if micro == 0 else torch.enable_grad():
+                loss = _forward(wrapped, "gpt", batch, batch["labels"])
+                (loss * batch["upstream"]).sum().backward()
+            losses.append(loss.detach())
+        wrapped.finish_grad_sync()
+        assert all(parameter.grad is None for parameter in model.parameters())
+        grads = {name: parameter.main_grad.clone() for name, parameter in model.named_parameters()}
+        _descend(wrapped, model)
+    if ddp_options.get("overlap_param_gather"):
+        wrapped.start_param_sync(force_sync=True)
+    return losses, grads, {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+@torch.no_grad()
+def _descend(wrapped: Any, model: Any) -> None:
+    """What Megatron's optimizers do to the parameters; they themselves need CUDA.
+
+    The distributed one updates a rank's part of every bucket. The other parts are spoilt here, so that only the gather
+    that the next forward pass waits for makes them right again.
+    """
+    if not wrapped.ddp_config.use_distributed_optimizer:
+        for parameter in model.parameters():
+            parameter -= 0.5 * parameter.main_grad
+        return
+    rank, size = wrapped.intra_dp_cp_group.rank(), wrapped.intra_dp_cp_group.size()
+    for buffer in wrapped.buffers:
+        for bucket in buffer.buckets:
+            for index, (values, grad) in enumerate(
+                zip(bucket.param_data.chunk(size), bucket.grad_data.chunk(size), strict=True)
+            ):
+                if index == rank:
+                    values -= 0.5 * grad
+                else:
+                    values.fill_(float("nan"))
+    if not wrapped.ddp_config.overlap_param_gather:
+        wrapped.start_param_sync()
+
+
+FUSION: dict[str, dict[str, Any]] = {
+    "untied": {},
+    "tied": {"tied": True},
+    "tied mtp": {"tied": True, "mtp_num_layers": 2},
+    "sequence parallel": {"sequence_parallel": True},
+    "no fusion": {"tied": True, "gradient_accumulation_fusion": False},
+}
+DDP: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "overlapped": {"overlap_grad_reduce": True},
+    "distributed optimizer": {"overlap_grad_reduce": True, "use_distributed_optimizer": True},
+    "overlapped gather": {
+        "overlap_grad_reduce": True,
+        "use_distributed_optimizer": True,
+        "overlap_param_gather": True,
+    },
+}
+
+
+def _compare_training(rank: Rank, fusion: str, ddp: str) -> None:
+    shims.initialize(2)
+    keywords = {"gradient_accumulation_fusion": True, **FUSION[fusion]}
+    results = []
+    for install in (False, True):
+        model = _build("gpt", 2, **keywords)
+        results.append(_train(model, dict(DDP[ddp]), install))
+        _mtp_metrics()
+    (stock_losses, stock_grads, stock_weights), (losses, grads, weights) = results
+    for loss, expected in zip(losses, stock_losses, strict=True):
+        torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
+    for name, grad in stock_grads.items():
+        assert relative(grads[name], grad) < 1e-4, name
+    for name, weight in stock_weights.items():
+        torch.testing.assert_close(weights[name], weight, rtol=1e-4, atol=1e-4)
+
+
+@needs_megatron
+@pytest.mark.parametrize(
+    ("fusion", "ddp"),
+    [(fusion, "overlapped") for fusion in FUSION] + [("tied", ddp) for ddp in DDP if ddp != "overlapped"],
+)
+def test_training_under_ddp(megatron_pool: Pool, fusion: str, ddp: str) -> None:
+    """Two steps of two micro-batches with Megatron's own DDP; tp 2 × dp 2."""
+    run(megatron_pool, _compare_training, fusion, ddp)
+
+
+# Field cases, with the numbers of F0: a language module that is nothing but an embedding and an output layer.
+
+
+def _head(tp: int, tied: bool = False, zero_embedding: bool = True, bias: bool = False, **changes: Any) -> Any:
+    problem = fixture0()
+    settings = shims.config(tp, hidden_size=problem.input.shape[1], **changes)
+    return shims.head(settings, problem.weight, tied, bias)
+
+
+def _f0(reverse: bool = False) -> tuple[Tensor, Tensor]:
+    """Hidden states ``[8, 1, 16]`` and labels ``[1, 8]``."""
+    problem = fixture0()
+    target = problem.target.flip(0) if reverse else problem.target
+    return problem.input[:, None].clone().requires_grad_(), target[None]
+
+
+def _sharded(hidden: Tensor, model: Any) -> Tensor:
+    if not model.config.sequence_parallel:
+        return hidden
+    return hidden.detach().chunk(model.tp_group.size())[model.tp_group.rank()].clone().requires_grad_()
+
+
+def _reduced_once(rank: Rank, sequence_parallel: bool) -> None:
+    shims.initialize(2)
+    model = _head(2, sequence_parallel=sequence_parallel)
+    hook.install(model, strict=True)
+    hidden, labels = _f0()
+    hidden = _sharded(hidden, model)
+    model(hidden, labels)  # the first call compares what the ranks hold
+    with collectives() as forward:
+        loss = model(hidden, labels)
+    with collectives() as backward:
+        loss.mean().backward()
+    assert float(loss.mean()) == pytest.approx(F0_MEAN, abs=1e-5)
+    whole = hidden.grad
+    if sequence_parallel:
+        whole = torch.cat(list(_gathered(hidden.grad, model.tp_group)))
+    assert float(whole.norm()) == pytest.approx(F0_INPUT_NORM, abs=1e-5)
+    assert len(forward) == (2 if sequence_parallel else 1)
+    assert len(backward) == (2 if sequence_parallel else 1)
+
+
+def _gathered(value: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    parts = [torch.empty_like(value) for _ in range(group.size())]
+    dist.all_gather(parts, value.contiguous(), group=group)
+    return parts
+
+
+@needs_megatron
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_b04_input_gradient_is_reduced_once(megatron_pool: Pool, sequence_parallel: bool) -> None:
+    """Neither the layer's own input mapping nor its all-reduce runs beside the loss's; collectives are counted."""
+    run(megatron_pool, _reduced_once, sequence_parallel)
+
+
+def _head_is_not_bypassed(rank: Rank, tp: int) -> None:
+    shims.initialize(tp)
+    # (a) untied, embedding 0: the loss is the head's.
+    model = _head(tp)
+    hook.install(model, strict=True)
+    hidden, labels = _f0()
+    assert float(model(hidden, labels).mean()) == pytest.approx(F0_MEAN, abs=1e-5)
+
+    # (b) tied: both uses of the matrix give gradient.
+    model = _head(tp, tied=True)
+    hook.install(model, strict=True)
+    embedded = model.embedding.word_embeddings(torch.arange(8)[None]).transpose(0, 1)
+    loss = model(embedded, labels).mean()
+    assert float(loss) == pytest.approx(8.67749766, abs=1e-5)
+    loss.backward()
+    grad = torch.cat(_gathered(model.embedding.word_embeddings.weight.grad, model.tp_group))
+    assert float(grad.norm()) == pytest.approx(2.08110915, abs=1e-5)
+    expected = torch.tensor([0.30430538, -0.05474504, -0.40719326, -0.03208264])
+    torch.testing.assert_close(grad[5, :4], expected, rtol=0, atol=1e-6)
+
+    # (c) hooks before the head run once, and the weight they leave is the one that is used.
+    model = _head(tp)
+    hook.install(model, strict=True)
+    rows = model.output_layer.weight.detach().clone()
+    with torch.no_grad():
+        model.output_layer.weight.zero_()
+    calls = []
+
+    def restore(layer: nn.Module, *_: Any) -> None:
+        calls.append(layer)
+        with torch.no_grad():
+            layer.weight.copy_(rows)
+
+    model.output_layer.register_forward_pre_hook(restore)
+    assert float(model(hidden, labels).mean()) == pytest.approx(F0_MEAN, abs=1e-5)
+    assert len(calls) == 1
+
+    # (d) an adapter around the head.
+    class Adapted(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+    model.output_layer = Adapted(_head(tp).output_layer)
+    with pytest.raises(TypeError, match=r"adapter \(LoRA\)"):
+        hook.install(model)
+
+
+@needs_megatron
+@pytest.mark.parametrize("tp", [1, 2])
+def test_b38_head_is_not_bypassed(megatron_pool: Pool, tp: int) -> None:
+    run(megatron_pool, _head_is_not_bypassed, tp)
+
+
+def _main_grad(rank: Rank, tp: int, dtype: torch.dtype) -> None:
+    """B38 (e): with fusion main_grad grows by the gradient, the flag is set and the placeholder is what it should be."""
+    shims.initialize(tp)
+    hidden, labels = _f0()
+    plain = _head(tp)
+    hook.install(plain)
+    plain(hidden, labels).mean().backward()
+    expected = plain.output_layer.weight.grad
+
+    model = _head(tp, gradient_accumulation_fusion=True)
+    weight = model.output_layer.weight
+    hook.install(model, strict=True)
+    weight.main_grad = torch.zeros(weight.shape, dtype=dtype)
+    for _ in range(2):
+        model(hidden, labels).mean().backward()
+    tolerance = 1e-6 if dtype == torch.float32 else 2e-2
+    assert relative(weight.main_grad, 2 * expected) < tolerance
+    assert weight.grad is None  # no flag, no placeholder
+
+    for zero in (False, True):
+        weight.main_grad.zero_()
+        weight.grad, weight.grad_added_to_main_grad, weight.zero_out_wgrad = None, False, zero
+        model(hidden, labels).mean().backward()
+        assert weight.grad_added_to_main_grad is True
+        assert weight.grad is not None
+        assert weight.grad.shape == weight.shape
+        assert not zero or not weight.grad.any()
+        assert relative(weight.main_grad, expected) < tolerance
+
+    # Frozen: neither; the input's gradient is there.
+    weight.main_grad.zero_()
+    weight.grad, weight.grad_added_to_main_grad = None, False
+    weight.requires_grad_(False)
+    hidden.grad = None
+    model(hidden, labels).mean().backward()
+    assert weight.grad is None
+    assert not weight.grad_added_to_main_grad
+    assert not weight.main_grad.any()
+    assert float(hidden.grad.norm()) == pytest.approx(F0_INPUT_NORM, abs=1e-5)
+
+    # No fusion, though there is a main_grad.
+    unfused = _head(tp)
+    unfused.output_layer.weight.main_grad = torch.zeros_like(expected)
+    hook.install(unfused)
+    unfused(hidden, labels).mean().backward()
+    assert relative(unfused.output_layer.weight.grad, expected) < 1e-6
+    assert not unfused.output_layer.weight.main_grad.any()
+
+
+@needs_megatron
+@pytest.mark.parametrize(("tp", "dtype"), [(1, torch.float32), (2, torch.float32), (2, torch.bfloat16)])
+def test_b38_gradient_accumulation_fusion(megatron_pool: Pool, tp: int, dtype: torch.dtype) -> None:
+    run(megatron_pool, _main_grad, tp, dtype)
+
+
+def _reported_loss(rank: Rank) -> float:
+    from megatron.core import parallel_state
+
+    shims.initialize(2)
+    model = _head(2)
+    hook.install(model)
+    hidden, labels = _f0(reverse=parallel_state.get_data_parallel_rank() == 1)
+    per_token = model(hidden, labels)
+    assert type(per_token) is Tensor
+    assert per_token.shape == (1, 8)
+    _check_equal_over_group(per_token.detach(), model.tp_group)
+    return float(per_token.mean())
+
+
+@needs_megatron
+def test_b41_loss_is_the_same_on_every_rank_of_a_group(megatron_pool: Pool) -> None:
+    """2 × 2 (tp × dp): an average over the world, or over data-parallel ranks, is the mean of the replicas' losses."""
+    losses = run(megatron_pool, _reported_loss)
+    problem = fixture0()
+    logits = problem.input @ problem.weight.T
+    references = [float(nn.functional.cross_entropy(logits, y)) for y in (problem.target, problem.target.flip(0))]
+    assert sum(losses) / 4 == pytest.approx(sum(references) / 2, abs=1e-5)
+    assert losses[0] == losses[1]
+    assert losses[2] == losses[3]
+
+
+def _nothing_is_silent(rank: Rank) -> None:
+    shims.initialize(2)
+    model = _build("gpt", 2)
+    batch = _batch(3)
+    stock = _forward(model, "gpt", batch, None)
+    hook.install(model)
+    (status,) = hook.status(model)
+    assert status.backward == "exact"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        logits = _forward(model, "gpt", batch, None)
+        _forward(model, "gpt", batch, None)
+    assert len([w for w in caught if "real logits" in str(w.message)]) == 1
+    assert status.materialised == 2
+    assert torch.equal(logits, stock)
+    logits.sum().backward()
+
+    hook.install(model, strict=True)
+    with pytest.raises(RuntimeError, match="strict"):
+        _forward(model, "gpt", batch, None)
+    model.eval()  # evaluation and inference have real logits, without a warning
+    with torch.no_grad():
+        assert torch.equal(_forward(model, "gpt", batch, None), stock)
+        evaluated = _forward(model, "gpt", batch, batch["labels"])
+    hook.uninstall(model)
+    with torch.no_grad():
+        assert torch.equal(_forward(model, "gpt", batch, batch["labels"]), evaluated)
+
+
+@needs_megatron
+def test_b47_fallbacks_warn_once_or_raise(megatron_pool: Pool) -> None:
+    run(megatron_pool, _nothing_is_silent)
+
+
+def _describe(value: Any) -> Any:
+    keep = ("key", "global_shape", "global_offset", "local_shape", "replica_id", "allow_shape_mismatch", "dtype")
+    return {name: getattr(value, name) for name in keep if hasattr(value, name)} or type(value).__name__
+
+
+def _no_trace(rank: Rank, tied: bool) -> None:
+    from megatron.core import tensor_parallel
+
+    shims.initialize(2)
+    model = _build("gpt", 2, tied=tied)
+    layer = model.output_layer
+
+    def state() -> Any:
+        metadata = {"dp_cp_group": None}
+        sharded = model.sharded_state_dict()
+        return (
+            {name: _describe(value) for name, value in sharded.items()},
+            {name: dict(parameter.__dict__) for name, parameter in model.named_parameters()},
+            list(model.state_dict()),
+            repr(model),
+            metadata,
+        )
+
+    attributes = dict(model.__dict__), dict(layer.__dict__)
+    before = state()
+    hook.install(model)
+    assert state() == before
+    assert type(layer).__name__ == "ColumnParallelLinear"
+    assert isinstance(layer, tensor_parallel.ColumnParallelLinear)
+    if not tied:
+        assert before[0]["output_layer.weight"]["global_shape"] == (VOCAB, model.config.hidden_size)
+    hook.install(model, backward="sampled")  # replaces
+    assert hook.status(model)[0].backward == "sampled"
+    assert hook.uninstall(model) == 1
+    assert hook.uninstall(model) == 0
+    assert state() == before
+    assert type(layer) is tensor_parallel.ColumnParallelLinear
+    assert (model.__dict__.keys(), layer.__dict__.keys()) == (attributes[0].keys(), attributes[1].keys())
+
+
+@needs_megatron
+@pytest.mark.parametrize("tied", [False, True])
+def test_b47_metadata_stay_and_uninstall_leaves_no_trace(megatron_pool: Pool, tied: bool) -> None:
+    run(megatron_pool, _no_trace, tied)
