@@ -42,18 +42,24 @@ class CallRecord:
         common: names and values that must be equal on every rank.
         shard: the rank's rows.
         target: the tokens' labels, to be the same on every rank; None where ``compare_tokens`` will look at each.
+        class_weight: to be the same on every rank; None without.
         weight: the rank's classifier rows, which must *not* be the same on every rank; None to leave that unchecked.
     """
 
     common: dict[str, Any]
     shard: VocabShard
     target: Tensor | None
+    class_weight: Tensor | None
     weight: Tensor | None
 
     def encode(self) -> dict[str, Any]:
         bounds = (self.shard.start, self.shard.stop, self.shard.vocab_size, self.shard.end_of_rows)
         return {
-            "common": self.common if self.target is None else {**self.common, _TARGET: _checksum(self.target)},
+            "common": {
+                **self.common,
+                **({} if self.target is None else {_TARGET: _checksum(self.target)}),
+                "the checksum of weight (class weights)": _bits_checksum(self.class_weight),
+            },
             "shard": bounds,
             "weight": None if self.weight is None else _sample_checksum(self.weight),
         }
@@ -63,7 +69,14 @@ def others_await(group: TensorParallelGroup, validate: object) -> bool:
     """Whether the other ranks are about to exchange records, so that this one must report its failure there."""
     if group.is_single:
         return False
-    return validate is True or (validate is None and validate_by_environment()) or not _agreed.get(group.require())
+    return validate is True or (validate is None and _environment_validates()) or not _agreed.get(group.require())
+
+
+def _environment_validates() -> bool:
+    try:
+        return validate_by_environment()
+    except ValueError:  # this very variable may be what is being reported
+        return False
 
 
 def report_failure(group: TensorParallelGroup, error: Exception) -> None:
@@ -139,7 +152,14 @@ def _exchange(group: TensorParallelGroup, record: dict[str, Any]) -> list[dict[s
     if len(text) > _RECORD_BYTES:
         text = json.dumps({"error": f"internal: a record of {len(text)} bytes exceeds {_RECORD_BYTES}"}).encode()
     local = torch.tensor(list(text.ljust(_RECORD_BYTES)), dtype=torch.uint8, device=group.exchange_device())
-    return [json.loads(bytes(row)) for row in all_gather(local, group).cpu().tolist()]
+    answers = [bytes(row) for row in all_gather(local, group).cpu().tolist()]
+    try:
+        return [json.loads(answer.decode()) for answer in answers]
+    except ValueError as error:
+        raise ValueError(
+            "the ranks of the tensor-parallel group are not making the same call: what arrived is no record of one. "
+            "Set CCE_TP_VALIDATE=1 on every rank to see where they part"
+        ) from error
 
 
 def _decode_shard(bounds: list[int]) -> VocabShard:
@@ -152,6 +172,10 @@ def _checksum(values: Tensor) -> int:
     flat = values.reshape(-1).long()
     places = torch.arange(1, flat.numel() + 1, device=flat.device) * 2654435761 + 1
     return int(((flat + 7919) * places).sum())
+
+
+def _bits_checksum(values: Tensor | None) -> int | None:
+    return None if values is None else _checksum(values.detach().float().contiguous().view(torch.int32))
 
 
 def _sample_checksum(weight: Tensor) -> tuple[int, int] | None:

@@ -108,25 +108,30 @@ class Arguments:
         The rank's own bounds are no part of it: two splits of one vocabulary may give some ranks the same rows and
         others not, and then only those others would wait for an exchange.
         """
-        return (self.shard.vocab_size, *self._common(exclude_tokens=True).items())
+        return (self.shard.vocab_size, *self._kind().items(), *self.options.structure())
 
     def record(self) -> CallRecord:
-        weight = None if self.shard_is_given else self.weight
-        return CallRecord(self._common(), self.shard, None if self.options.validate else self.target, weight)
+        common = {"the number of tokens": self.num_tokens, **self._kind(), **self.options.agreed()}
+        return CallRecord(
+            common,
+            self.shard,
+            target=None if self.options.validate else self.target,
+            class_weight=self.class_weight,
+            weight=None if self.shard_is_given else self.weight,
+        )
 
-    def _common(self, exclude_tokens: bool = False) -> dict[str, Any]:
-        tokens = {} if exclude_tokens else {"the number of tokens": self.num_tokens}
+    def _kind(self) -> dict[str, Any]:
         return {
-            **tokens,
             "the hidden size": self.weight.shape[1],
             "the dtype": str(self.input.dtype),
             "whether input requires grad": self.input.requires_grad and torch.is_grad_enabled(),
-            **self.options.agreed(),
+            "whether weight (class weights) is given": self.class_weight is not None,
         }
 
     def flattened(self) -> tuple[Tensor, Tensor]:
         """Tokens ``[N, D]`` (``[N/T, D]`` under sequence parallelism) and labels ``[N]`` int64."""
-        return self.input.reshape(-1, self.input.shape[-1]), self.target.reshape(-1)
+        tokens = self.input.shape[:-1].numel()
+        return self.input.reshape(tokens, self.input.shape[-1]), self.target.reshape(-1)
 
     def unflatten(self, per_token: Tensor) -> Tensor:
         """``[N]`` back to the shape and order of the caller's target."""
@@ -159,6 +164,10 @@ def gather_arguments(
             raise TypeError(f"{name} is a DTensor with placements {value.placements}; pass {name}.to_local()")
     if shard is not None and not isinstance(shard, VocabShard):
         raise TypeError(f"shard={shard!r} must be a cce_tp.VocabShard or None")
+    for name, optional in (("linear_bias", bias), ("weight", class_weight), ("main_grad", main_grad)):
+        if optional is not None and not isinstance(optional, Tensor):
+            raise TypeError(f"{name} must be a tensor or None, not {type(optional).__name__}")
+    _check_storage(input, target)
     is_dtensor = isinstance(weight, DTensor)
     if shard is None and is_dtensor:
         shard = VocabShard.chunk(max(1, weight.shape[0]), group.rank, group.size)
@@ -206,6 +215,14 @@ def gather_arguments(
     )
 
 
+def _check_storage(input: Tensor, target: Tensor) -> None:
+    for name, value in (("input", input), ("target", target)):
+        if value.layout != torch.strided:
+            raise TypeError(f"{name} has layout {value.layout}, expected a dense tensor (torch.strided)")
+    if input.is_meta:
+        raise TypeError("input is on the meta device and holds no values")
+
+
 def _require(value: Tensor | None) -> Tensor:
     assert value is not None
     return value
@@ -250,8 +267,8 @@ def _check_vectors(bias: Tensor | None, class_weight: Tensor | None, rows: int, 
     for name, value, length in (("linear_bias", bias, rows), ("weight", class_weight, vocab_size)):
         if value is None:
             continue
-        if not isinstance(value, Tensor) or not value.is_floating_point():
-            raise TypeError(f"{name} must be a floating-point tensor or None")
+        if not value.is_floating_point():
+            raise TypeError(f"{name} has dtype {value.dtype}, expected a floating-point dtype")
         if tuple(value.shape) != (length,):
             raise ValueError(f"{name} has shape {tuple(value.shape)}, expected ({length},)")
     if class_weight is not None and class_weight.requires_grad:
@@ -261,8 +278,8 @@ def _check_vectors(bias: Tensor | None, class_weight: Tensor | None, rows: int, 
 def _check_main_grad(main_grad: Tensor | None, weight: Tensor) -> None:
     if main_grad is None:
         return
-    if not isinstance(main_grad, Tensor) or main_grad.dtype not in SUPPORTED_DTYPES:
-        raise TypeError(f"main_grad must be a tensor of one of {SUPPORTED_DTYPES}")
+    if main_grad.dtype not in SUPPORTED_DTYPES:
+        raise TypeError(f"main_grad has dtype {main_grad.dtype}, expected one of {SUPPORTED_DTYPES}")
     if main_grad.shape != weight.shape:
         raise ValueError(f"main_grad has shape {tuple(main_grad.shape)}, expected {tuple(weight.shape)}")
     if main_grad.device != weight.device:

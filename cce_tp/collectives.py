@@ -1,7 +1,7 @@
 """All communication of the library.
 
 Collectives of one call over a group of more than one rank; every shape follows from shapes and options alone
-(N tokens, D hidden size, T ranks, k = 3 fp32 numbers a token, +2 with label smoothing, +2 with statistics):
+(N tokens, D hidden size, T ranks, k = 4 fp32 numbers a token, +2 with label smoothing, +2 with statistics):
 
 ========================= ======================================================= =================================
 when                      collective                                              tensor
@@ -9,9 +9,9 @@ when                      collective                                            
 first use of a key        1 all-gather                                            [2048] bytes a rank
 ``validate=True``         1 all-gather (the same), then 1 all-gather              [2048] bytes, [2, N] int64 a rank
 forward, sequence par.    1 all-gather                                            [N/T, D] a rank
-forward, sampled          1 all-reduce SUM                                        [3, N] fp64
+forward, sampled          1 all-reduce SUM                                        [5, N] fp64
 forward, T <= 8           1 all-gather                                            [k, N] fp32 a rank
-forward, T > 8            all-reduce MAX, all-reduce SUM                          [N], [2 or more, N] fp32
+forward, T > 8            all-reduce MAX, all-reduce SUM                          [N], [3 or more, N] fp32
 ... with statistics       and 1 all-reduce MIN                                    [N] int64
 backward                  1 all-reduce SUM                                        [N, D] in ``comm_dtype``
 backward, sequence par.   1 all-gather, 1 reduce-scatter (on gloo an all-reduce)  [N/T, D], [N, D]
@@ -36,6 +36,7 @@ from torch import Tensor
 from .kernels.fold import fold, relative_to
 from .kernels.interface import Partials
 from .options import LOW_PRECISION
+from .shard import VocabShard
 
 GATHER_UP_TO = 8
 """Largest group whose partials are gathered and folded locally; beyond it they are reduced by a MAX and a SUM."""
@@ -121,27 +122,44 @@ def sum_small(local: Tensor, group: TensorParallelGroup) -> Tensor:
     return local
 
 
-def combine(partials: Partials, smoothing_mass: Tensor | None, group: TensorParallelGroup) -> Partials:
+def combine(
+    partials: Partials, smoothing_mass: Tensor | None, shard: VocabShard, group: TensorParallelGroup
+) -> Partials:
     """Partials of the whole vocabulary from those of each rank; ``argmax`` must count global ids.
+
+    One number a token says which rows a rank read. If the ranks' rows don't chain from 0 to V, which the first call of
+    a kind refuses but a later one could bring, the maximum and with it everything becomes NaN, without a
+    synchronisation.
 
     Args:
         smoothing_mass: this rank's ``sum_v c_v``, fp32 ``[]``; None without label smoothing.
     """
     if group.is_single:
         return partials
-    if group.size <= GATHER_UP_TO:
-        return _combine_by_gather(partials, smoothing_mass, group)
-    return _combine_by_reduction(partials, smoothing_mass, group)
+    link = torch.full_like(partials.max, _mark(shard.stop) - _mark(shard.start))
+    combined, chain = (_combine_by_gather if group.size <= GATHER_UP_TO else _combine_by_reduction)(
+        partials, smoothing_mass, link, group
+    )
+    covered = chain == _mark(shard.vocab_size) - _mark(0)
+    return replace(combined, max=torch.where(covered, combined.max, float("nan")))
 
 
-def _combine_by_gather(partials: Partials, smoothing_mass: Tensor | None, group: TensorParallelGroup) -> Partials:
-    rows = [partials.max, partials.sum_exp, partials.target_logit]
+def _mark(bound: int) -> int:
+    """16 bits of a bound. Differences of marks add up exactly in fp32, and telescope only if the bounds chain."""
+    return (bound * 0x9E3779B1 & 0xFFFFFFFF) >> 16
+
+
+def _combine_by_gather(
+    partials: Partials, smoothing_mass: Tensor | None, link: Tensor, group: TensorParallelGroup
+) -> tuple[Partials, Tensor]:
+    rows = [link, partials.max, partials.sum_exp, partials.target_logit]
     if partials.smoothing is not None and smoothing_mass is not None:
         rows += [partials.smoothing, smoothing_mass.expand_as(partials.max)]
     if partials.entropy is not None and partials.argmax is not None:
         # Ids travel as their bits: a float32 doesn't hold integers above 2^24.
         rows += [partials.entropy, partials.argmax.to(torch.int32).view(torch.float32)]
     gathered = iter(all_gather(torch.stack(rows), group).unbind(dim=1))
+    chain = next(gathered).sum(dim=0)
     parts = Partials(next(gathered), next(gathered), next(gathered))
     mass = None
     if partials.smoothing is not None:
@@ -149,18 +167,21 @@ def _combine_by_gather(partials: Partials, smoothing_mass: Tensor | None, group:
         mass = next(gathered)
     if partials.entropy is not None:
         parts = replace(parts, entropy=next(gathered), argmax=next(gathered).contiguous().view(torch.int32).long())
-    return fold(parts, mass)
+    return fold(parts, mass), chain
 
 
-def _combine_by_reduction(partials: Partials, smoothing_mass: Tensor | None, group: TensorParallelGroup) -> Partials:
+def _combine_by_reduction(
+    partials: Partials, smoothing_mass: Tensor | None, link: Tensor, group: TensorParallelGroup
+) -> tuple[Partials, Tensor]:
     top = partials.max.clone()
     dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group.handle)
     moved = relative_to(partials, top, smoothing_mass)
     # gloo's MAX may lose a NaN on some ranks; then sum_exp is NaN, and this sum brings it to all of them.
     optional = [field for field in (moved.smoothing, moved.entropy) if field is not None]
-    packed = torch.stack([moved.sum_exp, moved.target_logit, *optional])
+    packed = torch.stack([link, moved.sum_exp, moved.target_logit, *optional])
     dist.all_reduce(packed, op=dist.ReduceOp.SUM, group=group.handle)
     sums = iter(packed.unbind())
+    chain = next(sums)
     combined = Partials(top, next(sums), next(sums))
     if moved.smoothing is not None:
         combined = replace(combined, smoothing=next(sums))
@@ -168,7 +189,7 @@ def _combine_by_reduction(partials: Partials, smoothing_mass: Tensor | None, gro
         combined = replace(
             combined, entropy=next(sums), argmax=_reduce_argmax(partials.max, partials.argmax, top, group)
         )
-    return combined
+    return combined, chain
 
 
 def _reduce_argmax(local_max: Tensor, argmax: Tensor, top: Tensor, group: TensorParallelGroup) -> Tensor:

@@ -17,8 +17,9 @@ and, for an upstream gradient u_n of loss_n and h_n of the returned LSE, the gra
 
 from __future__ import annotations
 
+import copy
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -164,7 +165,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             else:
                 partials = call.implementation.partials(problem, stats=options.return_stats)
             mass = None if smoothing_weight is None else smoothing_weight.sum()
-            whole = collectives.combine(call.with_global_argmax(partials), mass, call.group)
+            whole = collectives.combine(call.with_global_argmax(partials), mass, call.shard, call.group)
 
             log_sum = whole.sum_exp.log()
             lse = whole.max + log_sum
@@ -307,7 +308,7 @@ def _prepare(
     tp_group = resolve_tensor_parallel_group(tensors["weight"], group)
     try:
         arguments = gather_arguments(**tensors, group=tp_group, shard=shard, options=LossOptions(**options))
-    except (TypeError, ValueError, NotImplementedError) as error:
+    except Exception as error:  # whatever it is, the other ranks must not wait for this one
         if agreement.others_await(tp_group, options["validate"]):
             agreement.report_failure(tp_group, error)
         raise
@@ -322,8 +323,8 @@ def _reduce(loss: Tensor, call: _Call, target: Tensor, class_weight: Tensor | No
     """Sum, or mean over the class weights of the tokens that aren't ignored; without a host synchronisation."""
     if call.options.reduction == "sum":
         return loss.sum()
-    total_weight = call.labels(target, class_weight).weight.sum()
-    return loss.sum() / torch.where(total_weight == 0, 1.0, total_weight)
+    labels = call.labels(target, class_weight)
+    return loss.sum() / torch.where(labels.active.any(), labels.weight.sum(), 1.0)
 
 
 # The collectives and the choice of kernels are opaque to torch.compile: one graph break, the same for every shape.
@@ -386,13 +387,14 @@ def linear_cross_entropy(
         sequence_parallel: gather the input along ``sequence_dim`` on the way in, reduce-scatter its gradient on the way
             out. Only the shard is kept for the backward pass.
         sequence_dim: the dimension of ``input`` that is sharded.
-        backward: "exact". ("filtered" and "sampled" are announced, and refused, by this version.)
+        backward: "exact", or "sampled" for an unbiased sparse gradient (``cce_tp.Sampled``, which has its options).
+            "filtered" is reserved.
         main_grad: ``[V_local, D]`` buffer (fp32, bf16 or fp16) to which the weight's gradient is added in place;
             ``linear_weight.grad`` then stays untouched. Adds once a backward pass.
         comm_dtype: dtype in which the input's gradient is summed over the group; default: input's (fp32 on gloo).
         count_padding: padding rows enter the softmax (and get gradient), as in Megatron.
-        workspace: bytes each pass may allocate beyond inputs, outputs and gradients, refused if not enough; default:
-            the gradient of the input in fp32 plus about 96 MiB.
+        workspace: bytes each pass may allocate beyond inputs, outputs and gradients, refused if not enough (exact);
+            default: the gradient of the input in fp32, and 44 to 160 MiB, whatever the implementation works best in.
         validate: check labels and the ranks' agreement on every call, with a host synchronisation; None: the
             environment variable ``CCE_TP_VALIDATE``.
         implementation: "auto" (Triton kernels on a GPU, plain PyTorch on the CPU), "triton" or "torch".
@@ -401,9 +403,9 @@ def linear_cross_entropy(
     Returns:
         The loss, fp32; with ``return_stats`` a pair ``(loss, LossStats)``.
 
-    Collectives: none for a single shard. Else 1 small in the forward pass (2 in groups beyond 8, 3 with statistics),
-    1 of ``[N, D]`` in the backward pass; sequence parallelism adds 1 of ``[N, D]`` to each. The first call of a kind
-    adds 1 small one, ``validate`` 2. See ``cce_tp.collectives`` for shapes.
+    Collectives: none for a single shard. Else 1 small in the forward pass (2 in groups beyond 8, 3 with statistics; 1
+    more if sampled) and 1 of ``[N, D]`` in the backward pass; sequence parallelism adds 1 of ``[N, D]`` to each. The
+    first call of a kind adds 1 small one, ``validate`` 2. See ``cce_tp.collectives`` for shapes.
 
     Ignored tokens: the LSE is still in the statistics; loss and gradient are 0, whatever ``input`` holds there.
 
@@ -466,6 +468,15 @@ def linear_cross_entropy(
     return loss, LossStats(lse, logprob, correct, entropy, keep_rate, call.implementation.name)
 
 
+def _check_shape(name: str, value: object, expected: tuple[int, ...]) -> None:
+    if value is None:
+        return
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a tensor or None, not {type(value).__name__}")
+    if tuple(value.shape) != expected:
+        raise ValueError(f"{name} has shape {tuple(value.shape)}, expected {expected}")
+
+
 class LinearCrossEntropyLoss(nn.Module):
     """A vocabulary-sharded classifier and its loss, like ``torch.nn.LinearCrossEntropyLoss``.
 
@@ -509,11 +520,17 @@ class LinearCrossEntropyLoss(nn.Module):
                 raise ValueError(f"{name}={size!r} must be a positive int")
         class_weight = options.pop("weight", None)
         main_grad = options.pop("main_grad", None)
+        known = [option.name for option in fields(LossOptions) if option.init]
+        for name in options:
+            if name not in known:
+                raise TypeError(f"LinearCrossEntropyLoss: unknown option {name!r}, expected one of {sorted(known)}")
         LossOptions(**options)
         tp_group = resolve_group(group)
         self.in_features, self.num_classes = in_features, num_classes
         self.group = group
         self.shard = VocabShard.chunk(num_classes, tp_group.rank, tp_group.size)
+        _check_shape("weight", class_weight, (num_classes,))
+        _check_shape("main_grad", main_grad, (self.shard.num_rows, in_features))
         self.options = {**options, "main_grad": main_grad}
         self.weight = nn.Parameter(torch.empty(self.shard.num_rows, in_features, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(self.shard.num_rows, device=device, dtype=dtype)) if bias else None
@@ -552,8 +569,18 @@ class LinearCrossEntropyLoss(nn.Module):
             **self.options,
         )
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> LinearCrossEntropyLoss:
+        """A copy with parameters of its own, in the same process group, which can't be copied."""
+        memo[id(self.group)] = self.group
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return twin
+
     def extra_repr(self) -> str:
-        given = {name: value for name, value in self.options.items() if value is not None}
+        given = {
+            name: value for name, value in self.options.items() if value is not None and not isinstance(value, Tensor)
+        }
         return ", ".join(
             [f"in_features={self.in_features}", f"num_classes={self.num_classes}", f"{self.shard}"]
             + [f"{name}={value!r}" for name, value in given.items()]

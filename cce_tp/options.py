@@ -53,8 +53,8 @@ class Sampled:
 
     Attributes:
         eps: in (0, 1]. Smaller keeps more entries and makes less noise.
-        seed: None draws anew at every call (see ``cce_tp.sampler``); an int makes a call repeatable, and the same at
-            every size of the group.
+        seed: None draws anew at every call (see ``cce_tp.sampler``); an int makes a call repeatable, with the same
+            entries at every size of the group (as long as no list is full: ``entries_per_token`` counts on each rank).
         reference_rows: how many of the most frequent targets are computed exactly.
         entries_per_token: most entries kept a token on one rank, beside those; default ``1.5 / eps``. A token with more
             keeps a random subset, without bias but with more noise. Lists of this length are kept for the backward.
@@ -138,6 +138,8 @@ class LossOptions:
         if self.ignore_index is None:
             object.__setattr__(self, "ignore_index", -100)
         _check_int("ignore_index", self.ignore_index)
+        if not -(2**63) <= self.ignored < 2**63:
+            raise ValueError(f"ignore_index={self.ignored} must fit 64 bits")
         _check_finite("label_smoothing", self.label_smoothing, 0.0, 1.0)
         _check_finite("logit_scale", self.logit_scale)
         _check_finite("z_loss", self.z_loss, 0.0)
@@ -156,6 +158,11 @@ class LossOptions:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}={getattr(self, name)!r} must be a bool")
         object.__setattr__(self, "mode", _parse_backward(self.backward))
+        if isinstance(self.mode, Sampled) and self.workspace is not None:
+            raise ValueError(
+                f"workspace={self.workspace} can't bound backward='sampled', whose lists take about 16 bytes for each "
+                f"of entries_per_token={self.mode.entries_per_token} a token; leave workspace out"
+            )
         if isinstance(self.mode, Sampled) and self.label_smoothing != 0.0 and self.softcap is not None:
             raise ValueError(
                 f"backward='sampled' can't combine label_smoothing={self.label_smoothing} with softcap={self.softcap}: "
@@ -171,7 +178,7 @@ class LossOptions:
         """The options that must be the same on every rank of a group: they decide the arithmetic or the collectives."""
         names = (
             "reduction",
-            "ignored",
+            "ignore_index",
             "label_smoothing",
             "logit_scale",
             "softcap",
@@ -180,7 +187,22 @@ class LossOptions:
             "sequence_dim",
             "count_padding",
             "return_stats",
+            "validate",
             "implementation",
         )
         by_name = {name: getattr(self, name) for name in names}
         return {**by_name, "backward": repr(self.mode), "comm_dtype": str(self.comm_dtype)}
+
+    def structure(self) -> tuple[object, ...]:
+        """The part of ``agreed`` that decides which collectives a call issues; values that may follow a schedule, such
+        as a scale or a seed, are no part of it."""
+        return (
+            self.label_smoothing != 0.0,
+            self.sequence_parallel,
+            self.sequence_dim,
+            self.count_padding,
+            self.return_stats,
+            self.validate,
+            type(self.mode).__name__,
+            str(self.comm_dtype),
+        )

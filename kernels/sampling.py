@@ -140,12 +140,13 @@ class AnchorRows:
 
 
 def anchor_sums(problem: LocalProblem, rows: AnchorRows, first_id: int, num_real: int) -> Tensor:
-    """This rank's part of the anchor, to be summed over the group: fp64 ``[3, N]``.
+    """This rank's part of the anchor, to be summed over the group: fp64 ``[5, N]``.
 
-    Sum of exponentials over hot rows; the target's logit where it isn't hot; sum of logits over the cold sample. Sums
-    in fp64 hardly depend on how the rows are split, so neither does the anchor.
+    Sum of exponentials over hot rows; the target's logit where it isn't hot; and over the cold sample the sums of
+    logits, of their squares and of their exponentials. Sums in fp64 hardly depend on how the rows are split, so neither
+    does the anchor.
     """
-    sums = torch.zeros(3, problem.num_tokens, dtype=torch.float64, device=problem.input.device)
+    sums = torch.zeros(5, problem.num_tokens, dtype=torch.float64, device=problem.input.device)
     if problem.num_rows == 0 or problem.num_tokens == 0:
         return sums
     ids = torch.cat([rows.hot.ids, rows.cold_ids]) - first_id
@@ -157,10 +158,12 @@ def anchor_sums(problem: LocalProblem, rows: AnchorRows, first_id: int, num_real
     for start in range(0, problem.num_tokens, _ANCHOR_TOKENS):
         block = slice(start, start + _ANCHOR_TOKENS)
         z = finish_logits(problem, problem.input[block] @ looked_at.T, ids)
-        hot, cold = z[:, :num_hot], z[:, num_hot:]
-        exponentials = hot.double().clamp(max=_LARGEST_EXPONENT).exp()
-        sums[0, block] = torch.where(hot_mine, exponentials, 0.0).sum(dim=1)
-        sums[2, block] = torch.where(cold_mine, cold, 0.0).double().sum(dim=1)
+        exponentials = z.double().clamp(max=_LARGEST_EXPONENT).exp()
+        cold = torch.where(cold_mine, z[:, num_hot:], 0.0).double()
+        sums[0, block] = torch.where(hot_mine, exponentials[:, :num_hot], 0.0).sum(dim=1)
+        sums[2, block] = cold.sum(dim=1)
+        sums[3, block] = cold.square().sum(dim=1)
+        sums[4, block] = torch.where(cold_mine, exponentials[:, num_hot:], 0.0).sum(dim=1)
     sums[1] = _target_logits(problem, rows, first_id)
     return sums
 
@@ -187,12 +190,20 @@ def finish_logits(problem: LocalProblem, products: Tensor, rows: Tensor, paired:
 
 
 def anchor(sums: Tensor, rows: AnchorRows, target: Tensor, active: Tensor) -> Tensor:
-    """r, fp32 ``[N]``, from the group's sums. ``target`` are vocabulary ids."""
+    """r, fp32 ``[N]``, from the group's sums. ``target`` are vocabulary ids.
+
+    The cold rows' part is estimated twice from their sample: as if their logits were normal (mean plus half the
+    variance), and by the mean of their exponentials. The smaller counts: the first overshoots if the logits have two
+    modes, the second if one large logit happens to be in the sample, and an anchor too low costs only longer lists.
+    """
     known = active & (target >= 0) & (target < rows.vocab_size)
     outside = known & ~rows.hot.is_hot[torch.where(known, target, 0)]
     others = rows.vocab_size - rows.hot.ids.shape[0]
     sample = rows.is_cold.sum()
-    mean = (sums[2] / sample.clamp(min=1)).clamp(max=_LARGEST_EXPONENT)
+    size = sample.clamp(min=1)
+    mean = sums[2] / size
+    normal = mean + 0.5 * (sums[3] / size - mean.square()).clamp(min=0.0)
+    typical = torch.minimum(normal.clamp(max=_LARGEST_EXPONENT).exp(), sums[4] / size)
     total = sums[0] + torch.where(outside, sums[1].clamp(max=_LARGEST_EXPONENT).exp(), 0.0)
-    total = total + torch.where(sample > 0, float(others), 0.0) * mean.exp()
+    total = total + torch.where(sample > 0, float(others) * typical, 0.0)
     return total.log().float()

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import pytest
 import torch
 from distributed import Collective, Pool, Rank, collectives
 
 import cce_tp
+from cce_tp import collectives as library_collectives
 
 
 def _two_splits(rank: Rank) -> list[list[Collective]]:
@@ -34,3 +38,91 @@ def test_a_split_that_changes_on_some_ranks_only(pool: Pool) -> None:
     first, second = ([[seen.name for seen in call] for call in calls] for calls in zip(*answers, strict=True))
     assert first[0] == first[1]
     assert second[0] == second[1] == first[0][1:]
+
+
+def _later_layouts(rank: Rank) -> list[float]:
+    """After a good call, layouts that don't cover the vocabulary once."""
+    weight, hidden, target = torch.randn(32, 16), torch.randn(8, 16), torch.arange(8)
+    losses = []
+    for rows, shard in (
+        (slice(16 * rank.index, 16 * rank.index + 16), None),
+        (slice(0, 32), cce_tp.VocabShard(start=0, stop=32, vocab_size=32)),
+        (slice(0, 4), cce_tp.VocabShard(start=4 * rank.index, stop=4 * rank.index + 4, vocab_size=32)),
+    ):
+        loss = cce_tp.linear_cross_entropy(hidden, weight[rows], target, group=rank.group, shard=shard)
+        losses.append(float(loss))
+    return losses
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("gather_up_to", [1, 8])
+def test_a_later_layout_with_gaps_or_overlaps_is_nan(pool: Pool, gather_up_to: int) -> None:
+    """It is not looked at on the host again, but no wrong number comes out of it."""
+    for losses in pool.run(2, _with_gather_up_to, gather_up_to, fresh=True):
+        assert losses[0] == losses[0]
+        assert losses[1] != losses[1]
+        assert losses[2] != losses[2]
+
+
+def _with_gather_up_to(rank: Rank, size: int) -> list[float]:
+    usual = library_collectives.GATHER_UP_TO
+    library_collectives.GATHER_UP_TO = size
+    try:
+        torch.manual_seed(0)
+        return _later_layouts(rank)
+    finally:
+        library_collectives.GATHER_UP_TO = usual
+
+
+def _one_rank_differs(rank: Rank, changes: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    keywords = dict(changes) if rank.index == 1 else {}
+    if "class weights" in keywords:
+        keywords = {"weight": torch.arange(32.0)}
+    weight = torch.randn(16, 4) + rank.index
+    cce_tp.linear_cross_entropy(torch.randn(8, 4), weight, torch.arange(8), group=rank.group, **keywords)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"validate": True}, "validate"),
+        ({"class weights": True}, "class weights"),
+        ({"linear_bias": [1.0]}, "linear_bias"),
+        ({"ignore_index": 2**70}, "ignore_index"),
+        ({"logit_scale": 2.0}, "logit_scale"),
+    ],
+)
+def test_one_rank_that_differs_is_an_error_on_every_rank(pool: Pool, changes: dict[str, Any], word: str) -> None:
+    errors = pool.errors(2, _one_rank_differs, changes, fresh=True)
+    assert all(error is not None and word in error.message for error in errors), errors
+
+
+def _scheduled(rank: Rank) -> list[int]:
+    """How many collectives each of some calls with changing values issues."""
+    counts = []
+    weight, hidden, target = torch.randn(16, 4) + rank.index, torch.ones(6, 4), torch.arange(6)
+    for step in range(3):
+        with collectives() as seen:
+            cce_tp.linear_cross_entropy(
+                hidden, weight, target, group=rank.group, logit_scale=1 + step / 10, backward=cce_tp.Sampled(seed=step)
+            )
+        counts.append(len(seen))
+    return counts
+
+
+@pytest.mark.distributed
+def test_values_on_a_schedule_do_not_exchange_anew(pool: Pool) -> None:
+    for counts in pool.run(2, _scheduled, fresh=True):
+        assert counts[1] == counts[2] == counts[0] - 1
+
+
+def test_a_copied_module_keeps_its_group_and_owns_its_parameters() -> None:
+    module = cce_tp.LinearCrossEntropyLoss(4, 8, bias=True, label_smoothing=0.1)
+    twin = copy.deepcopy(module)
+    assert twin.group is module.group
+    assert twin.shard == module.shard
+    assert torch.equal(twin.weight, module.weight)
+    assert twin.weight.data_ptr() != module.weight.data_ptr()
+    assert twin(torch.ones(3, 4), torch.arange(3)) == module(torch.ones(3, 4), torch.arange(3))

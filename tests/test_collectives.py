@@ -46,10 +46,10 @@ def kinds(seen: Seen) -> list[str]:
 @pytest.mark.parametrize(
     ("options", "stats", "numbers"),
     [
-        (Options(), False, 3),
-        (Options(label_smoothing=0.1), False, 5),
-        (Options(), True, 5),
-        (Options(label_smoothing=0.1, softcap=3.0, z_loss=0.1), True, 7),
+        (Options(), False, 4),
+        (Options(label_smoothing=0.1), False, 6),
+        (Options(), True, 6),
+        (Options(label_smoothing=0.1, softcap=3.0, z_loss=0.1), True, 8),
     ],
 )
 def test_small_group(pool: Pool, options: Options, stats: bool, numbers: int, tp: int) -> None:
@@ -72,7 +72,7 @@ def test_large_group(pool: Pool, stats: bool) -> None:
     """Forward: a MAX and a SUM, and a MIN with statistics: at most three."""
     _, second = record(pool, 4, PLAIN, gather=False, return_stats=stats)
     assert kinds(second) == ["allreduce"] * (4 if stats else 3)
-    assert [numel(shape) for _, shape, _ in second] == ([N, 3 * N, N, N * D] if stats else [N, 2 * N, N * D])
+    assert [numel(shape) for _, shape, _ in second] == ([N, 4 * N, N, N * D] if stats else [N, 3 * N, N * D])
 
 
 @pytest.mark.parametrize("tp", [2, 4])
@@ -80,7 +80,7 @@ def test_sequence_parallel(pool: Pool, tp: int) -> None:
     """The input is gathered in both passes; gloo reduces and slices, where NCCL has a reduce-scatter."""
     _, second = record(pool, tp, PLAIN, sequence_parallel=True)
     assert kinds(second) == ["allgather", "allgather", "allgather", "allreduce"]
-    assert [numel(shape) for _, shape, _ in second] == [N * D // tp, 3 * N, N * D // tp, N * D]
+    assert [numel(shape) for _, shape, _ in second] == [N * D // tp, 4 * N, N * D // tp, N * D]
 
 
 def test_frozen_input_reduces_nothing(pool: Pool) -> None:
@@ -108,7 +108,7 @@ def test_number_and_shapes_do_not_depend_on_data(pool: Pool, split: str, ignored
     spec = replace(PLAIN, split=split, ignored=ignored, vocab=5, padding=0 if split != "megatron" else 3)
     _, second = record(pool, 4, spec)
     assert [(kind, numel(shape)) for kind, (_, shape, _) in zip(kinds(second), second, strict=True)] == [
-        ("allgather", 3 * N),
+        ("allgather", 4 * N),
         ("allreduce", N * D),
     ]
 

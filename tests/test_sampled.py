@@ -233,7 +233,7 @@ def test_unbiased_with_the_variance_of_the_formula(name: str) -> None:
 
 @pytest.mark.parametrize("shift", [-3.0, 3.0, 6.0])
 def test_unbiased_whatever_the_anchor(shift: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The anchor decides how much is kept, not what it adds up to. (It exceeds the LSE by ln(V / 1024) at most.)"""
+    """The anchor decides how much is kept, not what it adds up to. (It exceeds the LSE by ln(1 + V / 1024) at most.)"""
     usual = sampling.anchor
     monkeypatch.setattr(sampling, "anchor", lambda *arguments: usual(*arguments) + shift)
     repeated = Repeated.build(sized(Spec()))
@@ -373,11 +373,11 @@ def test_main_grad_is_touched_only_where_something_occurs() -> None:
 @pytest.mark.distributed
 @pytest.mark.parametrize("tp", [2, 4])
 def test_one_more_collective(pool: Pool, tp: int) -> None:
-    """The anchor costs one sum of three numbers a token."""
+    """The anchor costs one sum of five numbers a token."""
     spec = Spec(shape=(8,), hidden=16, vocab=40, split="equal")
     sent = pool.run(tp, run_spec_task, spec, {"backward": "sampled"})[0].collectives
     assert sent[-3].name.startswith("allreduce")
-    assert tuple(sent[-3].shape) == (3, 8)
+    assert tuple(sent[-3].shape) == (5, 8)
     assert sent[-3].dtype == torch.float64
 
 
