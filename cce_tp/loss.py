@@ -224,7 +224,7 @@ def _plan_sampling(call: _Call, problem: LocalProblem, target: Tensor, active: T
     local = hot.ids - shard.start
     return SamplingPlan(
         eps=float(mode.eps),
-        budget=mode.entries_per_token,
+        budget=mode.most_entries,
         seed=sampler.next_seed(device, call.group) if mode.seed is None else fixed_seed(mode.seed, device),
         anchor=anchor,
         active=active,
@@ -417,7 +417,7 @@ def linear_cross_entropy(
     Raises:
         TypeError: an argument is of the wrong kind or dtype.
         ValueError: shapes, devices, shards or options don't fit; with ``validate`` also a label that is no vocabulary
-            id, or ranks that differ. Raised on every rank where the ranks exchange (first call, or ``validate``).
+            id, or ranks that differ. Raised on every rank at a group's first call and under ``validate``.
         NotImplementedError: ``backward`` is a mode this version doesn't have.
     """
     arguments = _prepare(

@@ -63,18 +63,21 @@ class Sampled:
     eps: float = 2.0**-8
     seed: int | None = None
     reference_rows: int = 1024
-    entries_per_token: int = field(default=0)
+    entries_per_token: int | None = None
 
     def __post_init__(self) -> None:
         _check_finite("Sampled: eps", self.eps, 0.0, 1.0, open_low=True)
         if self.seed is not None:
             _check_int("Sampled: seed", self.seed)
-        if self.entries_per_token == 0:
-            object.__setattr__(self, "entries_per_token", math.ceil(1.5 / self.eps))
-        for name in ("reference_rows", "entries_per_token"):
-            _check_int(f"Sampled: {name}", getattr(self, name))
-            if getattr(self, name) < 1:
-                raise ValueError(f"Sampled: {name}={getattr(self, name)} must be at least 1")
+        for name, value in (("reference_rows", self.reference_rows), ("entries_per_token", self.most_entries)):
+            _check_int(f"Sampled: {name}", value)
+            if value < 1:
+                raise ValueError(f"Sampled: {name}={value} must be at least 1")
+
+    @property
+    def most_entries(self) -> int:
+        """``entries_per_token``, or its default."""
+        return math.ceil(1.5 / self.eps) if self.entries_per_token is None else self.entries_per_token
 
 
 Backward = Exact | Filtered | Sampled
@@ -84,7 +87,7 @@ _BACKWARD_BY_NAME = {"exact": Exact, "filtered": Filtered, "sampled": Sampled}
 def _parse_backward(value: object) -> Exact | Sampled:
     if isinstance(value, str):
         if value not in _BACKWARD_BY_NAME:
-            raise ValueError(f"backward={value!r} must be one of {sorted(_BACKWARD_BY_NAME)}")
+            raise ValueError(f"backward={value!r} must be 'exact' or 'sampled' ('filtered' is reserved)")
         value = _BACKWARD_BY_NAME[value]()
     if isinstance(value, Exact | Sampled):
         return value
@@ -161,7 +164,7 @@ class LossOptions:
         if isinstance(self.mode, Sampled) and self.workspace is not None:
             raise ValueError(
                 f"workspace={self.workspace} can't bound backward='sampled', whose lists take about 16 bytes for each "
-                f"of entries_per_token={self.mode.entries_per_token} a token; leave workspace out"
+                f"of entries_per_token={self.mode.most_entries} a token; leave workspace out"
             )
         if isinstance(self.mode, Sampled) and self.label_smoothing != 0.0 and self.softcap is not None:
             raise ValueError(

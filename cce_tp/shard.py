@@ -135,7 +135,10 @@ def check_cover(shards: Sequence[VocabShard]) -> None:
     """
     sizes = [shard.vocab_size for shard in shards]
     if len(set(sizes)) > 1:
-        raise ValueError(f"the ranks of the group disagree about vocab_size: {sizes} in group-rank order")
+        raise ValueError(
+            f"the ranks of the group disagree about vocab_size: {sizes} in group-rank order (if the shards are uneven "
+            f"or padded, pass shard=VocabShard(...) on every rank)"
+        )
     expected, previous = 0, None
     for rank, shard in sorted(enumerate(shards), key=lambda item: (item[1].start, item[1].stop)):
         if shard.num_real == 0:

@@ -196,7 +196,7 @@ def make_parser() -> Parser:
     group.add_argument("--overwrite", action="store_true", help="start anew although OUT holds checkpoints")
     group.add_argument("--eval-every", type=positive, default=10, help="steps (default: 10)")
     group.add_argument("--eval-batches", type=positive, default=2, help="held-out batches to measure on (default: 2)")
-    group.add_argument("--save-every", type=not_negative, default=0, help="steps; 0: only at the end (default)")
+    group.add_argument("--save-every", type=not_negative, default=100, help="steps; 0: only at the end (default: 100)")
     group.add_argument("--keep", type=positive, default=2, help="checkpoints to keep (default: 2)")
     return parser
 
@@ -253,7 +253,9 @@ def check_run_folder(options: Options) -> None:
     if options.resume and options.overwrite:
         raise ValueError("--resume and --overwrite contradict each other")
     if options.resume and found is None:
-        raise ValueError(f"--resume finds no checkpoint in {options.out}")
+        unfinished = sorted(path.name for path in (options.out / "checkpoints").glob("partial-*"))
+        hint = f", only {unfinished[-1]}, whose saving was cut short" if unfinished else ""
+        raise ValueError(f"--resume finds no checkpoint in {options.out}{hint}")
     if found and not (options.resume or options.overwrite):
         raise ValueError(f"{options.out} holds a run: --resume goes on with it, --overwrite starts anew")
 

@@ -146,7 +146,7 @@ def sampled(shape: Shape) -> int:
     from cce_tp.options import Sampled
 
     mode, size, tile = Sampled(eps=shape.eps), shape.dtype.itemsize, operands.tile
-    budget = min(mode.entries_per_token, shape.rows)
+    budget = min(mode.most_entries, shape.rows)
     lists = FP32 * shape.tokens * budget
     tiles = -(-shape.rows // tile.cols)
     per_token = (2 * tiles + tiles * tile.cols // select_entries.WORD_BITS.value) * FP32

@@ -79,15 +79,15 @@ MUTATIONS = (
     Mutation(
         "the mean divides by all tokens, not by those with a target",
         LOSS,
-        "total_weight = call.labels(target, class_weight).weight.sum()",
-        "total_weight = torch.tensor(float(target.numel()))",
+        "labels.weight.sum(), 1.0)",
+        "float(target.numel()), 1.0)",
         ("test_cases.py::test_b10_ignored_labels[1]",),
     ),
     Mutation(
         "the mean divides by the tokens, not by their class weights",
         LOSS,
-        "total_weight = call.labels(target, class_weight).weight.sum()",
-        "total_weight = call.labels(target, None).weight.sum()",
+        "labels = call.labels(target, class_weight)\n    return loss.sum()",
+        "labels = call.labels(target, None)\n    return loss.sum()",
         ("test_loss.py::test_option_alone[class weights-1]",),
     ),
     Mutation(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -229,3 +230,21 @@ def test_text_too_short_is_refused(workspace: Path) -> None:
     refused = subprocess.run(arguments, capture_output=True, text=True, timeout=LIMIT)
     assert refused.returncode == 2
     assert "too few for one sequence of 32" in refused.stderr
+
+
+def test_the_minimal_script_agrees_with_logits() -> None:
+    """What the README shows, run as it says."""
+    script = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    done = subprocess.run(
+        [*script, str(EXAMPLES / "minimal.py")],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert done.returncode == 0, done.stderr
+    found = re.search(r"loss ([\d.]+), with logits ([\d.]+); gradient off by (\S+)", done.stdout)
+    assert found, done.stdout
+    loss, expected, error = map(float, found.groups())
+    assert loss == pytest.approx(expected, abs=1e-5)
+    assert error < 1e-5
