@@ -35,6 +35,7 @@ def prepare() -> None:
     torch._dynamo.config.disable = True  # compiling Megatron's elementwise fusions takes a minute
     stream = types.SimpleNamespace(wait_event=lambda event: None, wait_stream=lambda other: None)
     torch.cuda.current_stream = lambda *args: stream  # type: ignore[assignment]
+    torch.cuda.synchronize = lambda *args: None
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
 

@@ -6,8 +6,8 @@ gradient of every parameter.
 
 from __future__ import annotations
 
-import copy
 import importlib.util
+import multiprocessing
 import subprocess
 import sys
 import warnings
@@ -521,7 +521,7 @@ def test_b38_head_is_not_bypassed(megatron_pool: Pool, tp: int) -> None:
 
 
 def _main_grad(rank: Rank, tp: int, dtype: torch.dtype) -> None:
-    """B38 (e): with fusion main_grad grows by the gradient, the flag is set and the placeholder is what it should be."""
+    """B38 (e): with fusion main_grad grows by the gradient, the flag is set, the placeholder is right."""
     shims.initialize(tp)
     hidden, labels = _f0()
     plain = _head(tp)
@@ -679,3 +679,350 @@ def _no_trace(rank: Rank, tied: bool) -> None:
 @pytest.mark.parametrize("tied", [False, True])
 def test_b47_metadata_stay_and_uninstall_leaves_no_trace(megatron_pool: Pool, tied: bool) -> None:
     run(megatron_pool, _no_trace, tied)
+
+
+def _checkpoint(rank: Rank, folder: str) -> None:
+    """Saved while installed, at tp 2; loaded before ``install``, at tp 1: the same loss."""
+    from megatron.core import dist_checkpointing
+
+    shims.initialize(2)
+    model = _build("gpt", 2)
+    batch = {name: _gathered(value, dist.group.WORLD)[0] for name, value in _batch(4).items()}
+    hook.install(model)
+    _step(model, "gpt", batch)
+    loss = _forward(model, "gpt", batch, batch["labels"]).detach()
+    multiprocessing.current_process()._config["daemon"] = False  # Megatron writes from a process of its own
+    dist_checkpointing.save(model.sharded_state_dict(), folder)
+    shims.initialize(1)
+    torch.manual_seed(1)
+    other = shims.gpt(shims.config(1), VOCAB, LENGTH)
+    other.load_state_dict(dist_checkpointing.load(other.sharded_state_dict(), folder))
+    assert other.output_layer.weight.shape == (VOCAB, other.config.hidden_size)
+    stock = _forward(other, "gpt", batch, batch["labels"]).detach()
+    hook.install(other)
+    torch.testing.assert_close(stock, loss, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(_forward(other, "gpt", batch, batch["labels"]).detach(), loss, rtol=1e-5, atol=1e-5)
+
+
+@needs_megatron
+def test_b47_checkpoint_at_another_group_size(megatron_pool: Pool, tmp_path: Any) -> None:
+    run(megatron_pool, _checkpoint, str(tmp_path))
+
+
+# Parity switches.
+
+
+def _labels_outside(rank: Rank, tp: int, sequence_parallel: bool, bias: bool) -> None:
+    shims.initialize(tp)
+    hidden, labels = _f0()
+    labels = labels.clone()
+    labels[0, 1], labels[0, 6] = -100, 32
+    upstream = torch.linspace(0.5, 1.5, 8)[None]
+
+    def step(model: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+        if options:
+            hook.install(model, strict=True, **options)
+        tokens = _sharded(hidden, model).detach().clone().requires_grad_()
+        model.output_layer.weight.grad = None
+        loss = model(tokens, labels)
+        (loss * upstream).sum().backward()
+        return loss.detach(), tokens.grad, model.output_layer.weight.grad
+
+    model = _head(tp, sequence_parallel=sequence_parallel, bias=bias)
+    if bias:
+        torch.manual_seed(model.tp_group.rank())
+        nn.init.normal_(model.output_layer.bias)
+    stock = step(model)
+    for value, expected in zip(step(model, backward="exact"), stock, strict=True):
+        torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-5)
+    labels[0, 6] = 3
+    loss, *_ = step(model, ignore_index=-100)
+    hook.uninstall(model)
+    stock_loss, *_ = step(model)
+    assert float(loss[0, 1]) == 0.0
+    keep = torch.arange(8) != 1
+    torch.testing.assert_close(loss[0, keep], stock_loss[0, keep], rtol=1e-6, atol=1e-5)
+    # In evaluation, from real logits, the options hold as well.
+    hook.install(model, ignore_index=-100)
+    model.eval()
+    torch.testing.assert_close(model(_sharded(hidden, model), labels).detach(), loss, rtol=1e-6, atol=1e-5)
+
+
+@needs_megatron
+@pytest.mark.parametrize(("tp", "sequence_parallel", "bias"), [(1, False, False), (2, False, True), (2, True, False)])
+def test_labels_outside_the_vocabulary(megatron_pool: Pool, tp: int, sequence_parallel: bool, bias: bool) -> None:
+    """By default as stock Megatron, loss and gradients; or ignored."""
+    run(megatron_pool, _labels_outside, tp, sequence_parallel, bias)
+
+
+def _padding(rank: Rank, tp: int) -> None:
+    """Of F0's 32 rows the last 5 are padding; the labels lie below."""
+    shims.initialize(tp)
+    model = _head(tp)
+    hidden, labels = _f0()
+    labels = labels % 27
+    stock = model(hidden, labels).detach()
+    hook.install(model)
+    torch.testing.assert_close(model(hidden, labels).detach(), stock, rtol=1e-6, atol=1e-5)
+    problem = fixture0()
+    expected = nn.functional.cross_entropy(problem.input @ problem.weight[:27].T, labels[0], reduction="none")
+    hook.install(model, count_padding=False, vocab_size=27)
+    loss = model(hidden, labels)
+    torch.testing.assert_close(loss[0].detach(), expected, rtol=1e-6, atol=1e-5)
+    loss.sum().backward()
+    grad = torch.cat(_gathered(model.output_layer.weight.grad, model.tp_group))
+    assert not grad[27:].any()
+    model.eval()
+    torch.testing.assert_close(model(hidden, labels)[0].detach(), expected, rtol=1e-6, atol=1e-5)
+    with pytest.raises(ValueError, match="needs vocab_size"):
+        hook.install(model, count_padding=False)
+
+
+@needs_megatron
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_padding_counts_or_not(megatron_pool: Pool, tp: int) -> None:
+    run(megatron_pool, _padding, tp)
+
+
+# The functions.
+
+
+def _functions(rank: Rank, tp: int) -> None:
+    from megatron.core import tensor_parallel
+
+    shims.initialize(tp)
+    group = _head(tp).tp_group
+    generator = torch.Generator().manual_seed(5)
+    whole = 3 * torch.randn(LENGTH, BATCH, VOCAB, generator=generator)
+    target = torch.randint(0, VOCAB, (LENGTH, BATCH), generator=generator)
+    upstream = torch.rand(LENGTH, BATCH, generator=generator)
+
+    def step(function: Any, logits: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+        logits = logits.clone().requires_grad_()
+        loss = function(logits * 1.0, target, *args)  # stock overwrites what it is given
+        (loss * upstream).sum().backward()
+        return loss.detach(), logits.grad
+
+    local = whole.chunk(group.size(), dim=-1)[group.rank()]
+    for smoothing in (0.0, 0.1):
+        # A single shard is what Megatron gets right: this rank's whole logits in a group of itself.
+        single = _single_group(rank)
+        expected = step(tensor_parallel.vocab_parallel_cross_entropy, whole, smoothing, single)
+        for own_group in (group, None):
+            loss, grad = step(hook.vocab_parallel_cross_entropy, local, smoothing, own_group)
+            torch.testing.assert_close(loss, expected[0], rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(
+                grad, expected[1].chunk(group.size(), dim=-1)[group.rank()], rtol=1e-5, atol=1e-6
+            )
+    if tp == 2:
+        wrong, _ = step(tensor_parallel.vocab_parallel_cross_entropy, local, 0.1, group)
+        assert not torch.allclose(wrong, expected[0], rtol=1e-3)
+    target[0, 0], target[3, 1] = -100, VOCAB
+    expected = step(tensor_parallel.vocab_parallel_cross_entropy, local, 0.0, group)
+    for value, other in zip(step(hook.vocab_parallel_cross_entropy, local, 0.0, group), expected, strict=True):
+        torch.testing.assert_close(value, other, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match="label_smoothing"):
+        hook.vocab_parallel_cross_entropy(local, target, 1.0, group)
+
+    # From hidden states.
+    model = _head(tp)
+    hidden, labels = _f0()
+    weight = model.output_layer.weight
+    stock = model(hidden, labels)
+    loss = hook.vocab_parallel_linear_cross_entropy(hidden, weight, labels)
+    torch.testing.assert_close(loss, stock, rtol=1e-6, atol=1e-5)
+    loss = hook.vocab_parallel_linear_cross_entropy(
+        hidden, weight, labels, group, label_smoothing=0.1, backward=cce_tp.Sampled(seed=1)
+    )
+    problem = fixture0()
+    expected_loss = nn.functional.cross_entropy(
+        problem.input @ problem.weight.T, problem.target, reduction="none", label_smoothing=0.1
+    )
+    torch.testing.assert_close(loss[0].detach(), expected_loss, rtol=1e-6, atol=1e-5)
+    loss.sum().backward()
+    with pytest.raises(ValueError, match=r"\[s, b, h\]"):
+        hook.vocab_parallel_linear_cross_entropy(hidden[:, 0], weight, labels)
+    with pytest.raises(TypeError, match="reduction"):
+        hook.vocab_parallel_linear_cross_entropy(hidden, weight, labels, reduction="sum")
+
+
+_singles: list[dist.ProcessGroup] = []
+
+
+def _single_group(rank: Rank) -> dist.ProcessGroup:
+    if not _singles:
+        _singles.extend(dist.new_group([index]) for index in range(4))
+    return _singles[rank.index]
+
+
+@needs_megatron
+@pytest.mark.parametrize("tp", [1, 2])
+def test_functions(megatron_pool: Pool, tp: int) -> None:
+    """Label smoothing at tp 2 is the single-shard value, which stock Megatron's isn't."""
+    run(megatron_pool, _functions, tp)
+
+
+# What isn't the main road.
+
+
+def _deferred(rank: Rank, sequence_parallel: bool) -> None:
+    shims.initialize(2)
+    model = _head(2, sequence_parallel=sequence_parallel, bias=True)
+    torch.manual_seed(model.tp_group.rank())
+    nn.init.normal_(model.output_layer.bias)
+    hidden = _sharded(_f0()[0], model)
+    real = model.output_layer(hidden)[0] * 0.5
+    hook.install(model, strict=True)
+    logits = model.output_layer(hidden)[0] / 2
+    assert type(logits).__name__ == "DeferredLogits"
+    assert (logits.shape, logits.size(), logits.size(-1)) == (real.shape, real.shape, real.size(-1))
+    assert (logits.dtype, logits.device, logits.dim(), logits.ndim) == (real.dtype, real.device, 3, 3)
+    assert logits.requires_grad
+    with torch.no_grad():
+        for maximum in (logits.max(dim=-1), logits.max(-1), torch.max(logits, 2)):
+            torch.testing.assert_close(maximum.values, real.max(dim=-1).values)
+            assert torch.equal(maximum.indices, real.max(dim=-1).indices)
+        for argmax in (logits.argmax(dim=-1), torch.argmax(logits, dim=-1)):
+            assert torch.equal(argmax, real.argmax(dim=-1))
+    with pytest.raises(RuntimeError, match="strict"):
+        torch.softmax(logits, dim=-1)
+
+    hook.install(model)
+    for use in (
+        lambda z: torch.logsumexp(z, dim=-1),
+        lambda z: z + 1,
+        lambda z: 1 - z,
+        lambda z: z[0],
+        lambda z: z.float(),
+        lambda z: z * torch.tensor(2.0),
+        lambda z: torch.ones(()) * z,
+        lambda z: z.max(),
+        lambda z: torch.cat([z, z]),
+        lambda z: z > 0,
+        lambda z: z.transpose(0, 1).contiguous(),
+    ):
+        assert torch.equal(use(model.output_layer(hidden)[0] * 0.5), use(real))
+    upstream = torch.linspace(0, 1, real.numel()).view_as(real)
+    grads = []
+    for value in (real, model.output_layer(hidden)[0] * 0.5):
+        hidden.grad = None
+        (value * upstream).sum().backward()
+        grads.append(hidden.grad)
+    assert torch.equal(*grads)
+
+
+@needs_megatron
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_deferred_logits_stand_in_for_logits(megatron_pool: Pool, sequence_parallel: bool) -> None:
+    run(megatron_pool, _deferred, sequence_parallel)
+
+
+def _other_roads(rank: Rank) -> None:
+    from megatron.core import tensor_parallel
+
+    shims.initialize(2)
+    model = _head(2)
+    hidden, labels = _f0()
+    hook.install(model, strict=True)
+    expected = model(hidden, labels)
+    expected.mean().backward()
+    grads = [hidden.grad, model.output_layer.weight.grad]
+    for checkpoint in (
+        lambda: torch.utils.checkpoint.checkpoint(model, hidden, labels, use_reentrant=False),
+        lambda: tensor_parallel.checkpoint(lambda h: model(h, labels), False, hidden),
+    ):
+        hidden.grad = model.output_layer.weight.grad = None
+        loss = checkpoint()
+        assert torch.equal(loss, expected)
+        loss.mean().backward()
+        assert torch.equal(hidden.grad, grads[0])
+        assert torch.equal(model.output_layer.weight.grad, grads[1])
+
+    # Gathered logits: fine without labels, refused with them.
+    assert model(hidden, None, True).shape == (1, 8, 32)
+    with pytest.raises(ValueError, match="can't be combined with labels"):
+        model(hidden, labels, True)
+
+    # Sampled: the loss is exact.
+    hook.install(model, backward=cce_tp.Sampled(seed=3))
+    torch.testing.assert_close(model(hidden, labels), expected)
+
+
+@needs_megatron
+def test_recompute_gathers_and_sampled(megatron_pool: Pool) -> None:
+    run(megatron_pool, _other_roads)
+
+
+def _refusals(rank: Rank) -> None:
+    from megatron.core import tensor_parallel
+
+    shims.initialize(2)
+
+    def refused(error: type[Exception], match: str, **options: Any) -> None:
+        attributes = dict(model.__dict__), type(model.output_layer)
+        with pytest.raises(error, match=match):
+            hook.install(model, **options)
+        assert (dict(model.__dict__), type(model.output_layer)) == attributes
+
+    for name, value, match in (
+        ("gtp_remat_size", 2, "gtp weight sharding"),
+        ("disable_grad_reduce", True, "disable_grad_reduce"),
+        ("is_expert", True, "is_expert"),
+    ):
+        model = _head(2)
+        setattr(model.output_layer, name, value)
+        refused(NotImplementedError, match)
+    for name, match in (
+        ("defer_embedding_wgrad_compute", "defer_embedding_wgrad_compute"),
+        ("fp8_output_proj", "fp8 output layer"),
+    ):
+        model = _head(2)
+        setattr(model.config, name, True)
+        refused(NotImplementedError, match)
+
+    class Changed(tensor_parallel.ColumnParallelLinear):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return super().forward(*args, **kwargs)
+
+    model = _head(2)
+    model.output_layer.__class__ = Changed
+    refused(TypeError, "its own forward")
+    model = _head(2)
+    refused(NotImplementedError, "filtered", backward="filtered")
+    refused(ValueError, "backward='none'", backward="none")
+    refused(TypeError, "strict=1", strict=1)
+    refused(ValueError, "count_padding=False", vocab_size=30)
+    with pytest.raises(TypeError, match="no Megatron language model"):
+        hook.install(nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="must be a module"):
+        hook.install(3)  # type: ignore[arg-type]
+
+    # Megatron-FSDP, wrapped before or after.
+    fsdp = type("FullyShardedDataParallel", (nn.Module,), {})()
+    fsdp.module = model
+    with pytest.raises(NotImplementedError, match="Megatron-FSDP"):
+        hook.install(fsdp)
+    hook.install(model)
+    model.output_layer.weight.__fsdp_param__ = True
+    with pytest.raises(NotImplementedError, match="Megatron-FSDP"):
+        model(*_f0())
+
+
+@needs_megatron
+def test_refusals_name_what_they_refuse(megatron_pool: Pool) -> None:
+    """And leave the model as it was."""
+    run(megatron_pool, _refusals)
+
+
+def test_megatron_is_imported_when_it_is_used() -> None:
+    code = """
+import sys, torch
+sys.modules["megatron"] = None
+import cce_tp, cce_tp.megatron
+try:
+    cce_tp.megatron.install(torch.nn.Linear(1, 1))
+except ImportError as error:
+    print(error)
+"""
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert "needs megatron-core" in answer.stdout

@@ -158,7 +158,6 @@ def _install_one(chunk: nn.Module, layer: nn.Module, strict: bool, masks: bool, 
     layer.__dict__[HOOK_ATTRIBUTE] = hook
     base: Any = hook.base
     layer.__class__ = deferring_class(base)
-    # A bound method, so that a deep copy of the model is bound to the copy.
     chunk.__dict__[_LOSS] = types.MethodType(_compute_language_model_loss, chunk)
     logger.info("%s: training loss without logits, backward=%r", type(chunk).__name__, options["backward"])
 

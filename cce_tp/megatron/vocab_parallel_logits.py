@@ -33,8 +33,8 @@ def vocab_parallel_cross_entropy(
     Returns:
         ``[...]`` fp32.
 
-    Collectives: forward 1 all-reduce MAX of ``[N]`` and 1 SUM of ``[3, N]``, fp32; backward none. None for a single
-    shard.
+    Collectives: forward 1 all-reduce MAX of ``[N]`` and 1 SUM of ``[2, N]`` (with smoothing ``[3, N]``), fp32; backward
+    none. None at all for a single shard.
 
     Raises:
         ValueError: shapes or ``label_smoothing`` don't fit.
@@ -64,15 +64,19 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         mine = (local >= 0) & (local < rows)
         local = torch.where(mine, local, 0)
         picked = shifted.gather(-1, local.unsqueeze(-1)).squeeze(-1)
-        sums = torch.stack([shifted.exp().sum(dim=-1), torch.where(mine, picked, 0.0), shifted.sum(dim=-1)])
+        parts = [shifted.exp().sum(dim=-1), torch.where(mine, picked, 0.0)]
+        if label_smoothing:
+            parts.append(shifted.sum(dim=-1))
+        sums = torch.stack(parts)
         if not group.is_single:
             dist.all_reduce(sums, group=group.require())
-        sum_exp, target_logit, total = sums
         # 1 - a for the target and a / (V - 1) for the others is 1 - s for the target and s / V for all.
         smoothing = label_smoothing * vocab_size / (vocab_size - 1) if label_smoothing else 0.0
-        loss = sum_exp.log() - (1.0 - smoothing) * target_logit - smoothing * total / vocab_size
+        loss = sums[0].log() - (1.0 - smoothing) * sums[1]
+        if label_smoothing:
+            loss = loss - smoothing * sums[2] / vocab_size
         ctx.smoothing, ctx.vocab_size, ctx.dtype = smoothing, vocab_size, logits.dtype
-        ctx.save_for_backward(logits, top + sum_exp.log(), local, mine)
+        ctx.save_for_backward(logits, top + sums[0].log(), local, mine)
         return loss
 
     @staticmethod
