@@ -13,7 +13,7 @@ from pathlib import Path
 from .console import EXIT_USAGE, Parser, UsageError, fail
 
 PROGRAM = "cce-tp"
-OWN = {"doctor": ".doctor", "plan": ".plan"}
+OWN = {"doctor": ".doctor", "keep-rate": ".keep_rate", "plan": ".plan"}
 """Subcommands made of ``HELP``, ``add_arguments`` and ``run``."""
 PASSED_ON = {
     "accuracy": "distance of each backward mode from the fp32 gradient, on a model's head and hidden states",

