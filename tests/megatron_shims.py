@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch._dynamo
+import torch.distributed as dist
 from torch import Tensor, nn
 
 
@@ -52,14 +53,31 @@ def prepare() -> None:
     hybrid_block.TENorm = PlainLayerNorm
 
 
+_layout: tuple[int, int, int | None] | None = None
+_megatron_groups: list[dist.ProcessGroup] = []
+
+
 def initialize(tp: int, pp: int = 1, vp: int | None = None) -> None:
-    """Megatron's groups over the default process group, anew."""
+    """Megatron's groups over the default process group; kept as long as the layout stays the same.
+
+    Megatron forgets its groups without destroying them, and each keeps threads that poll: some thirty for one layout.
+    """
     from megatron.core import parallel_state
 
+    global _layout
+    if _layout == (tp, pp, vp) and vp is None and parallel_state.model_parallel_is_initialized():
+        return
     parallel_state.destroy_model_parallel()
+    dist.barrier()  # no rank is still at work in a group that another destroys
+    for group in _megatron_groups:
+        if group in dist.distributed_c10d._world.pg_map:  # Megatron does destroy some
+            dist.destroy_process_group(group)
+    known = set(dist.distributed_c10d._world.pg_map)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, virtual_pipeline_model_parallel_size=vp
     )
+    _megatron_groups[:] = [group for group in dist.distributed_c10d._world.pg_map if group not in known]
+    _layout = (tp, pp, vp)
 
 
 def config(tp: int, pp: int = 1, **changes: Any) -> Any:
