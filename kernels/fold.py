@@ -18,6 +18,22 @@ from .interface import Partials
 NEGATIVE_INFINITY = float("-inf")
 
 
+def empty_partials(num_tokens: int, device: torch.device, *, smoothing: bool, stats: bool) -> Partials:
+    """Partials of a shard without rows, or of no tokens: what folding leaves any other piece unchanged by."""
+
+    def full(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.full((num_tokens,), value, dtype=dtype, device=device)
+
+    return Partials(
+        max=full(NEGATIVE_INFINITY),
+        sum_exp=full(0.0),
+        target_logit=full(0.0),
+        smoothing=full(0.0) if smoothing else None,
+        entropy=full(0.0) if stats else None,
+        argmax=full(-1, torch.int64) if stats else None,
+    )
+
+
 def relative_to(parts: Partials, top: Tensor, smoothing_mass: Tensor | None) -> Partials:
     """Restate ``parts`` relative to ``top`` instead of ``parts.max``. Shapes broadcast; no sum is taken.
 

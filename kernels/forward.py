@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .fold import empty_partials
 from .interface import Partials
 from .logits import LOG2E, LogitOperands, finish_logits, grouped_tile, row_products
 from .tiles import FEWEST_COLS, extreme_tile
@@ -196,7 +197,8 @@ def partials(operands: LogitOperands, *, stats: bool, workspace: int | None) -> 
     """
     num_tokens, num_rows = operands.num_tokens, operands.num_rows
     smoothing = operands.smoothing_weight is not None
-    results = empty_shard(num_tokens, operands.input.device, smoothing=smoothing, stats=stats)
+    # Only target_logit keeps these values where there are classifier rows.
+    results = empty_partials(num_tokens, operands.input.device, smoothing=smoothing, stats=stats)
     if num_tokens == 0 or num_rows == 0:
         return results
 
@@ -234,22 +236,6 @@ def least_workspace(num_tokens: int, num_rows: int, dtype: torch.dtype) -> int:
 
 def folded(results: Partials) -> tuple[Tensor | None, ...]:
     return results.max, results.sum_exp, results.smoothing, results.entropy, results.argmax
-
-
-def empty_shard(num_tokens: int, device: torch.device, *, smoothing: bool, stats: bool) -> Partials:
-    """The results for an empty shard. Only ``target_logit`` keeps its values where there are classifier rows."""
-
-    def filled(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.full((num_tokens,), value, dtype=dtype, device=device)
-
-    return Partials(
-        max=filled(float("-inf")),
-        sum_exp=filled(0),
-        target_logit=filled(0),
-        smoothing=filled(0) if smoothing else None,
-        entropy=filled(0) if stats else None,
-        argmax=filled(-1, torch.int64) if stats else None,
-    )
 
 
 def _tokens_at_once(operands: LogitOperands, num_tiles: int, values: int, workspace: int | None) -> int:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .fold import NEGATIVE_INFINITY, fold
+from .fold import NEGATIVE_INFINITY, empty_partials, fold
 from .interface import GradientRequest, InputGradReady, LocalProblem, LogitGradient, Partials, WeightGradBuffer
 
 _FP32_BYTES = 4
@@ -108,22 +108,6 @@ def _reduce_block(problem: LocalProblem, z: Tensor, block: slice, slab: slice, s
     return Partials(top, z.sum(dim=1), torch.where(inside, picked, 0.0), smoothing, entropy, argmax)
 
 
-def empty_partials(problem: LocalProblem, stats: bool) -> Partials:
-    """Partials of a shard without rows, or of no tokens."""
-
-    def full(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.full((problem.num_tokens,), value, dtype=dtype, device=problem.input.device)
-
-    return Partials(
-        max=full(NEGATIVE_INFINITY),
-        sum_exp=full(0.0),
-        target_logit=full(0.0),
-        smoothing=None if problem.smoothing_weight is None else full(0.0),
-        entropy=full(0.0) if stats else None,
-        argmax=full(-1, torch.int64) if stats else None,
-    )
-
-
 def _stack(parts: list[Partials], dim: int, join: str) -> Partials:
     combine = torch.stack if join == "stack" else torch.cat
 
@@ -176,7 +160,9 @@ def walk(
 ) -> Partials:
     """The forward pass. ``visit(z, tokens, rows)`` sees every block of final logits before it is reduced."""
     if problem.num_rows == 0 or problem.num_tokens == 0:
-        return empty_partials(problem, stats)
+        return empty_partials(
+            problem.num_tokens, problem.input.device, smoothing=problem.smoothing_weight is not None, stats=stats
+        )
     blocks = _choose_blocks(problem)
     done = []
     for block in blocks.token_blocks(problem.num_tokens):

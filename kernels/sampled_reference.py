@@ -64,7 +64,7 @@ def select(problem: LocalProblem, plan: SamplingPlan, *, stats: bool) -> tuple[P
         order = (tokens * problem.num_rows + rows).argsort()
         entries = _bounded(Entries(tokens[order], rows[order], factor[order]), plan, hashes)
         return partials, entries
-    return reference.empty_partials(problem, stats), Entries(*found[0])
+    return reference.walk(problem, stats=stats), Entries(*found[0])
 
 
 def _bounded(entries: Entries, plan: SamplingPlan, hashes: Tensor) -> Entries:

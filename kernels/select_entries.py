@@ -33,6 +33,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import forward, sampling
+from .fold import empty_partials
 from .interface import LocalProblem, Partials, SamplingPlan
 from .logits import LOG2E, LogitOperands, finish_logits, grouped_tile, row_products
 from .tiles import INTERPRETED, Tile
@@ -366,7 +367,7 @@ def select(
     """
     num_tokens, num_rows, device = problem.num_tokens, problem.num_rows, problem.input.device
     smoothing = problem.smoothing_weight is not None
-    results = forward.empty_shard(num_tokens, device, smoothing=smoothing, stats=stats)
+    results = empty_partials(num_tokens, device, smoothing=smoothing, stats=stats)
     new = problem.input.new_empty
     budget = min(plan.budget, num_rows)
     rows = new((num_tokens, budget), dtype=torch.int32)
