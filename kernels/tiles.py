@@ -9,6 +9,8 @@ the same order, so that ``p - 1`` at a confident target is a difference of equal
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -105,8 +107,24 @@ def has_tma(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None and capability(device)[0] in LARGE_SHARED_MEMORY
 
 
+_forced: Tile | None = None
+
+
+@contextmanager
+def forced(tile: Tile) -> Iterator[None]:
+    """The kernels that compute logits use ``tile`` within: to measure configurations, never in a run."""
+    global _forced
+    before, _forced = _forced, tile
+    try:
+        yield
+    finally:
+        _forced = before
+
+
 def logit_tile(dtype: torch.dtype, num_tokens: int, hidden: int, tma: bool) -> Tile:
     """The configuration of the kernels that compute logits."""
+    if _forced is not None:
+        return _forced
     if INTERPRETED:
         return _INTERPRETER
     if dtype == torch.float32:

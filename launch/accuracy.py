@@ -1,110 +1,144 @@
 """How far each backward mode is from the float32 gradient, on a model's own head and hidden states.
 
-``python -m cce_tp.launch.accuracy --head head.npz --hidden hidden.npz``
+    cce-tp accuracy --head head.npz --hidden hidden.npz
 
-``head.npz`` holds a classifier in blocks of columns, ``q`` int8 ``[V, D]`` and ``scale`` float16 ``[V, D / block]``,
-row = q · scale; ``hidden.npz`` holds ``e_bf16``, an int16 view of bf16 ``[N, D]``, and ``targets`` ``[N]``. Everything
-but the reference is computed in bf16: PyTorch's product and cross-entropy, ``exact``, and ``sampled`` at several eps.
-Errors are relative in the Frobenius norm.
+A head is an array weight [V, D], or q int8 [V, D] with scale [V, D / block]; hidden states are hidden [N, D] or e_bf16
+(an int16 view of bf16), labels are targets [N], negative where there is none. Everything but the reference is computed
+in bf16: PyTorch's product and cross-entropy, exact, sampled and filtered at several eps, and Apple's filter where its
+package can be used.
+
+Errors are relative, in the Frobenius norm. "of closed form": over the noise that the sampled mode should have,
+sqrt(sum p^2 (1 / pi - 1) |C_v|^2) for the gradient of E, with |E_n|^2 for that of C. "worst 1 %": the error of a
+token's gradient of E that only 1 % of the tokens exceed, in units of the RMS of these gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+import argparse
+import sys
+from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 import cce_tp
 
-from .console import Parser, UsageError, add_json, existing_file, positive, write_json
+from .bench_logits import Inputs
+from .bench_peers import FILTER_EPS, AppleCCE, Method, Ours, Torch, reason
+from .console import add_json, existing_file, open_output, positive, power_of_two, probability, write_json
+from .model_files import load_model
+from .reference import Reference, reference, sampling_noise, worst_tokens
 
-Loss = Callable[[Tensor, Tensor], Tensor]
+HELP = "distance of each backward mode from the fp32 gradient, on a model's head and hidden states"
+SAMPLER_EPS = tuple(2.0**-power for power in (12, 10, 9, 8))
+COLUMNS = ("", "loss off by", "∇E", "of closed form", "∇C", "of closed form", "worst 1 % of tokens")
 
 
-@contextmanager
-def _open(path: Path, *names: str) -> Iterator[Any]:
+@dataclass(frozen=True)
+class Accuracy:
+    """Of one method; None where there is no closed form, or nothing because of ``reason``."""
+
+    mode: str
+    reason: str | None = None
+    loss_error: float | None = None
+    grad_E: float | None = None
+    grad_C: float | None = None
+    grad_E_of_closed_form: float | None = None
+    grad_C_of_closed_form: float | None = None
+    worst_tokens: float | None = None
+
+    def cells(self) -> tuple[str, ...]:
+        values = (
+            (self.loss_error, "+.1e"),
+            (self.grad_E, ".2e"),
+            (self.grad_E_of_closed_form, ".3f"),
+            (self.grad_C, ".2e"),
+            (self.grad_C_of_closed_form, ".3f"),
+            (self.worst_tokens, ".2e"),
+        )
+        return self.mode, *("" if value is None else format(value, form) for value, form in values)
+
+
+def methods(sampler_eps: tuple[float, ...], filter_eps: tuple[float, ...]) -> list[Method]:
+    """PyTorch's, ours, and for each filter Apple's beside ours."""
+    sampled = [Ours(cce_tp.Sampled(eps=eps, seed=1)) for eps in sampler_eps]
+    filtered: list[Method] = []
+    for eps in filter_eps:
+        filtered += [Ours(cce_tp.Filtered(eps=eps)), AppleCCE(filter_eps=eps)]
+    return [Torch(widened=False), Torch(widened=True), Ours(cce_tp.Exact()), *sampled, *filtered]
+
+
+def accuracy(method: Method, inputs: Inputs, right: Reference) -> Accuracy:
+    """One run of a method."""
+    inputs.clear_gradients()
     try:
-        file = np.load(path)
-        missing = [name for name in names if name not in file]
-    except (OSError, ValueError, TypeError) as error:
-        raise UsageError(f"{path} is no .npz file: {error}") from None
-    if missing:
-        raise UsageError(f"{path} has no array named {missing[0]}")
-    with file:
-        yield file
+        loss = method.load()(inputs.hidden, inputs.weight, inputs.target)
+        loss.backward()
+    except Exception as error:  # whatever a peer raises is the reason that is reported
+        return Accuracy(method.name, reason(error))
+    grad_e, grad_c = inputs.hidden.grad, inputs.weight.grad
+    assert grad_e is not None
+    assert grad_c is not None
+    of_e, of_c = right.errors(grad_e, grad_c)
+    found = Accuracy(
+        method.name,
+        loss_error=loss.item() - right.loss,
+        grad_E=of_e,
+        grad_C=of_c,
+        worst_tokens=worst_tokens(grad_e, right.input_grad),
+    )
+    if not (isinstance(method, Ours) and isinstance(method.mode, cce_tp.Sampled)):
+        return found
+    noise_e, noise_c = sampling_noise(inputs, method.mode, right)
+    if min(noise_e, noise_c) == 0.0:  # every row is a hot one
+        return found
+    return replace(found, grad_E_of_closed_form=of_e / noise_e, grad_C_of_closed_form=of_c / noise_c)
 
 
-def load_head(path: Path) -> Tensor:
-    """The classifier, fp32 ``[V, D]``."""
-    with _open(path, "q", "scale") as file:
-        q, scale = torch.from_numpy(file["q"]).float(), torch.from_numpy(file["scale"]).float()
-    return q * scale.repeat_interleave(q.shape[1] // scale.shape[1], dim=1)
-
-
-def load_hidden(path: Path) -> tuple[Tensor, Tensor]:
-    """Hidden states, bf16 ``[N, D]``, and targets, int64 ``[N]``."""
-    with _open(path, "e_bf16", "targets") as file:
-        return torch.from_numpy(file["e_bf16"]).view(torch.bfloat16), torch.from_numpy(file["targets"]).long()
-
-
-def _gradients(loss: Loss, hidden: Tensor, head: Tensor) -> tuple[float, Tensor, Tensor]:
-    e, c = hidden.detach().clone().requires_grad_(), head.detach().clone().requires_grad_()
-    value = loss(e, c)
-    grad_e, grad_c = torch.autograd.grad(value, (e, c))
-    return value.item(), grad_e.float(), grad_c.float()
-
-
-def _relative(value: Tensor, right: Tensor) -> float:
-    return float((value - right).norm() / right.norm())
-
-
-def _modes(target: Tensor) -> dict[str, Loss]:
-    def ours(mode: cce_tp.Exact | cce_tp.Sampled) -> Loss:
-        return lambda e, c: cce_tp.linear_cross_entropy(e, c, target, backward=mode)
-
-    return {
-        "PyTorch, logits in bf16": lambda e, c: F.cross_entropy(e @ c.T, target),
-        "PyTorch, bf16 logits widened": lambda e, c: F.cross_entropy((e @ c.T).float(), target),
-        "exact": ours(cce_tp.Exact()),
-        **{f"sampled, eps = 2^-{power}": ours(cce_tp.Sampled(eps=2.0**-power, seed=1)) for power in (12, 10, 9, 8)},
-    }
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Print the table."""
-    parser = Parser(prog="cce-tp accuracy", description=__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Of this subcommand."""
     parser.add_argument("--head", type=existing_file, required=True, metavar="FILE")
     parser.add_argument("--hidden", type=existing_file, required=True, metavar="FILE")
     parser.add_argument("--tokens", type=positive, help="use only the first so many")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--eps", type=probability, action="append",
+        help=f"of the sampled mode; may be repeated; default: {', '.join(map(power_of_two, SAMPLER_EPS))}",
+    )  # fmt: skip
+    parser.add_argument(
+        "--filter-eps", type=probability, action="append",
+        help=f"of the filtered mode, and Apple's; may be repeated; default: {power_of_two(FILTER_EPS)}",
+    )  # fmt: skip
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     add_json(parser)
-    options = parser.parse_args(arguments)
-    hidden, target = (x[: options.tokens].to(options.device) for x in load_hidden(options.hidden))
-    head = load_head(options.head).to(options.device).bfloat16()
-    torch.set_float32_matmul_precision("highest")
-    right = _gradients(lambda e, c: F.cross_entropy(e @ c.T, target), hidden.float(), head.float())
-    print(f"{len(target)} tokens, V = {head.shape[0]}, D = {head.shape[1]}, {options.device}; loss {right[0]:.6f}")
-    results = []
-    for name, loss in _modes(target).items():
-        value, grad_e, grad_c = _gradients(loss, hidden, head)
-        errors = f"grad E {_relative(grad_e, right[1]):.2e}  grad C {_relative(grad_c, right[2]):.2e}"
-        print(f"{name:30} loss off by {value - right[0]:+.1e}  {errors}", flush=True)
-        results.append(
-            {
-                "mode": name,
-                "loss_error": value - right[0],
-                "grad_E": _relative(grad_e, right[1]),
-                "grad_C": _relative(grad_c, right[2]),
-            }
-        )
-    write_json(options.json, {"loss": right[0], "tokens": len(target), "modes": results})
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the table."""
+    model = load_model(options.head, options.hidden)
+    part = slice(options.tokens)
+    inputs = Inputs.leaves(
+        model.hidden[part].to(options.device), model.weight.to(options.device), model.target[part].to(options.device),
+        torch.bfloat16,
+    )  # fmt: skip
+    right = reference(inputs)
+    output, results = open_output(), []
+    for method in methods(tuple(options.eps or SAMPLER_EPS), tuple(options.filter_eps or (FILTER_EPS,))):
+        results.append(accuracy(method, inputs, right))
+    tokens, rows, hidden = inputs.shape
+    title = f"{tokens:,} tokens, V = {rows:,}, D = {hidden:,}, {options.device}; loss {right.loss:.6f}"
+    output.table(title, COLUMNS, [result.cells() for result in results if result.reason is None])
+    for result in results:
+        if result.reason is not None:
+            output.say(f"  not measured: {result.mode}: {result.reason}")
+    write_json(options.json, {"loss": right.loss, "tokens": tokens, "modes": [_plain(result) for result in results]})
+    return 0
+
+
+def _plain(result: Accuracy) -> dict[str, Any]:
+    return {name: value for name, value in vars(result).items() if value is not None}
 
 
 if __name__ == "__main__":
-    main()
+    from .cli import main
+
+    sys.exit(main(["accuracy", *sys.argv[1:]]))

@@ -1,199 +1,437 @@
-"""Time and memory of the local kernels against the bare logits product, on one GPU.
+"""Time, memory and error of the loss and its gradients: ours, and every peer that can be imported, on one GPU.
 
-``python -m cce_tp.launch.bench --shape 8192,256000,2304 --shape 8192,128256,4096 --json results.json``
+    cce-tp bench --data DIR --json results.json --png results.png --readme README.md
+    cce-tp bench --logits random --shape 8192,256000,2304 --methods exact,torch
+    cce-tp bench --from results.json --png results.png --readme README.md
 
-G is the time of ``E C^T`` alone, by the library, into a buffer that exists already, in the same run: the unit in which
-times are worth quoting. Memory is the peak above the inputs and their gradients.
+G is the time of the product E C^T alone, by the library, into a buffer that exists already; 3G that of E C^T, G C and
+G^T E, which any exact method needs. All methods take turns in the same run, each behind a few ms of logits products,
+and times are medians. The forward pass is that of inputs that need no gradient. Memory is the peak above the inputs,
+and above their gradients; errors are relative (Frobenius), against fp32. "Widened" means that logits in the inputs'
+dtype become fp32 before the loss is formed.
+
+DIR holds smollm2_head.npz and smollm2_hidden_pydocs.npz, a model's head and its hidden states on a text: realistic
+logits. Random ones are those of a model at its initialisation, one-hot ones those of a model that is sure.
 """
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+import argparse
+import gc
+import multiprocessing
+import os
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from cce_tp.kernels.interface import GradientRequest, LocalImplementation, LocalProblem, LogitGradient, WeightGradBuffer
-from cce_tp.kernels.select import CHOICES, choose
+import cce_tp
 
-from .console import Parser, add_json, positive, positive_number, shape_of, write_json
+from . import bench_logits, bench_pictures, runtime
+from .bench_logits import Inputs, Shape
+from .bench_peers import Method, Ours, ours, peers, reason
+from .bench_results import (
+    ERROR_COLUMNS,
+    ONE_PRODUCT,
+    THREE_PRODUCTS,
+    TIME_COLUMNS,
+    Case,
+    Row,
+    error_rows,
+    markdown,
+    read_json,
+    readme_has_marks,
+    time_rows,
+    write_csv,
+    write_json,
+    write_readme,
+)
+from .console import (
+    DTYPES,
+    Output,
+    PlainOutput,
+    UsageError,
+    dtype_of,
+    existing_file,
+    existing_folder,
+    open_output,
+    positive,
+    probability,
+    pyplot,
+    shape_of,
+    writable_file,
+)
+from .measure import CpuMeter, GpuMeter, Meter, Timing, Work, captured, in_turns
+from .model_files import Model
+from .reference import Reference, reference, sampling_noise
 
-MIB = 2**20
+HELP = "time, memory and error of ours and of every peer that can be imported, on one GPU"
+SHAPES = ((8192, 256000, 2304), (8192, 128256, 4096), (8192, 32000, 4096), (8184, 49152, 576))
+MEASURES = ("shape", "logits", "data", "graph", "parts", "methods")
 
 
 @dataclass(frozen=True)
-class Errors:
-    """Relative Frobenius errors against fp32, and those of torch's product and cross-entropy in the inputs' dtype."""
+class Plan:
+    """What to measure at every problem."""
 
-    input: float
-    weight: float
-    torch_input: float
-    torch_weight: float
-
-
-@dataclass(frozen=True)
-class Result:
-    """Milliseconds (medians) and bytes for one shape."""
-
-    tokens: int
-    rows: int
-    hidden: int
-    dtype: str
+    methods: Sequence[Method]
+    dtype: torch.dtype
     device: str
-    logits_product: float
-    forward: float
-    forward_backward: float
-    forward_peak: int
-    peak: int
-    loss: float
-    errors: Errors | None
+    repeats: int
+    graph: bool
+    parts: bool
+    eps: float
 
-    def row(self) -> str:
-        unit = self.logits_product
-        line = (
-            f"({self.tokens}, {self.rows}, {self.hidden}) {self.dtype}: G {unit:.2f} ms, "
-            f"forward {self.forward:.2f} ms ({self.forward / unit:.3f} G), "
-            f"forward+backward {self.forward_backward:.2f} ms ({self.forward_backward / unit:.3f} G), "
-            f"peak {self.forward_peak / MIB:.0f} / {self.peak / MIB:.0f} MiB"
-        )
-        if self.errors is None:
-            return line
-        e = self.errors
-        return f"{line}, errors {e.input:.2e} {e.weight:.2e} (torch {e.torch_input:.2e} {e.torch_weight:.2e})"
+    @property
+    def on_gpu(self) -> bool:
+        return self.device == "cuda"
 
 
-def median_ms(work: Callable[[], object], repeats: int) -> float:
-    for _ in range(3):
-        work()
-    times = []
-    for _ in range(repeats):
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        work()
-        stop.record()
+@dataclass(frozen=True)
+class Candidate:
+    """A method that ran, and what is known of it before its times are."""
+
+    row: Row
+    forward: Work
+    both: Work
+
+
+def measure(kind: str, shape: Shape, plan: Plan, model: Model | None) -> Case:
+    """All methods on one problem."""
+    _forget_compiled()
+    inputs = bench_logits.make(kind, shape, plan.dtype, plan.device, model)
+    right = reference(inputs)
+    products = _products(inputs)
+    meter: Meter = GpuMeter(products[ONE_PRODUCT]) if plan.on_gpu else CpuMeter()
+
+    candidates, rows = [], []
+    for method in plan.methods:
+        try:
+            candidates.append(prepare(method, inputs, right, meter))
+        except Exception as error:  # whatever a peer raises is the reason that the table gives
+            rows.append(Row(method.name, _kind(method), method.package, method.version, reason(error)))
+        inputs.clear_gradients()
+        _free_memory(plan)
+
+    for candidate in [candidate for candidate in candidates if plan.graph and candidate.row.kind == "ours"]:
+        row = _in_graph(candidate.row)
+        try:
+            candidates.append(Candidate(row, *graphed(candidate, inputs)))
+        except Exception as error:
+            rows.append(replace(row, reason=reason(error)))
+
+    works = dict(products)
+    for candidate in candidates:
+        works[f"forward of {candidate.row.method}"] = candidate.forward
+        works[f"both of {candidate.row.method}"] = candidate.both
+    timings = in_turns(works, plan.repeats, meter)
+    alone, three = timings[ONE_PRODUCT], timings[THREE_PRODUCTS]
+    measured = [
+        Row(ONE_PRODUCT, "product", "torch", torch.__version__, forward_ms=alone.median_ms, repeats=alone.repeats),
+        Row(THREE_PRODUCTS, "product", "torch", torch.__version__, both_ms=three.median_ms, repeats=three.repeats),
+    ]
+    for candidate in candidates:
+        name = candidate.row.method
+        measured.append(_timed(candidate.row, timings[f"forward of {name}"], timings[f"both of {name}"]))
+    parts = _measure_parts(inputs, plan, meter) if plan.parts else None
+    return Case(
+        shape, kind, str(plan.dtype).removeprefix("torch."),
+        torch.cuda.get_device_name() if plan.on_gpu else "CPU",
+        versions(), plan.repeats, right.loss, [*measured, *rows], parts,
+    )  # fmt: skip
+
+
+def _forget_compiled() -> None:
+    """torch.compile gives up, silently, once it has compiled a function for a few shapes."""
+    if "torch._dynamo" in sys.modules:  # importing it takes seconds
+        torch._dynamo.reset()
+
+
+def _products(inputs: Inputs) -> dict[str, Work]:
+    """The bare products; the three take the logits themselves for the gradient in the logits."""
+    e, c = inputs.hidden.detach(), inputs.weight.detach()
+    logits = e.new_empty(len(e), len(c))
+    input_grad, weight_grad = torch.empty_like(e), torch.empty_like(c)
+
+    def one() -> Tensor:
+        return torch.mm(e, c.T, out=logits)
+
+    def three() -> None:
+        one()
+        torch.mm(logits, c, out=input_grad)
+        torch.mm(logits.T, e, out=weight_grad)
+
+    return {ONE_PRODUCT: one, THREE_PRODUCTS: three}
+
+
+def _kind(method: Method) -> str:
+    return "ours" if method.ours else "peer"
+
+
+def prepare(method: Method, inputs: Inputs, right: Reference, meter: Meter) -> Candidate:
+    """Run a method until it is warm; its errors and its memory."""
+    loss, values = method.load(), inputs.detached()
+
+    def forward() -> Tensor:
+        with torch.no_grad():
+            return loss(values.hidden, values.weight, values.target)
+
+    def both() -> Tensor:
+        inputs.clear_gradients()
+        value = loss(inputs.hidden, inputs.weight, inputs.target)
+        value.backward()
+        return value
+
+    value = float(both().detach())
+    assert inputs.hidden.grad is not None
+    assert inputs.weight.grad is not None
+    input_error, weight_error = right.errors(inputs.hidden.grad, inputs.weight.grad)
+    of_gradients = inputs.hidden.grad.nbytes + inputs.weight.grad.nbytes
+    noise: tuple[float, float] | tuple[None, None] = (None, None)
+    if isinstance(method, Ours) and isinstance(method.mode, cce_tp.Sampled):
+        noise = sampling_noise(inputs, method.mode, right)
+
+    inputs.clear_gradients()
+    forward()
+    forward_peak = meter.peak(forward)
+    both()
+    inputs.clear_gradients()
+    both_peak = meter.peak(both)
+    row = Row(
+        method.name, _kind(method), method.package, method.version,
+        forward_bytes=forward_peak,
+        both_bytes=None if both_peak is None else max(0, both_peak - of_gradients),
+        loss_error=value - right.loss,
+        input_error=input_error, weight_error=weight_error,
+        input_noise=noise[0], weight_noise=noise[1],
+    )  # fmt: skip
+    return Candidate(row, forward, both)
+
+
+def _in_graph(row: Row) -> Row:
+    return Row(f"{row.method}, CUDA graph", row.kind, row.package, row.version)
+
+
+def graphed(candidate: Candidate, inputs: Inputs) -> tuple[Work, Work]:
+    """Both works, replayed from CUDA graphs."""
+    forward = captured(candidate.forward)
+    inputs.clear_gradients()
+    both = captured(candidate.both)
+    inputs.clear_gradients()  # the graph writes them, without autograd
+    return forward, both
+
+
+def _timed(row: Row, forward: Timing, both: Timing) -> Row:
+    failure = forward.failure or both.failure
+    if failure is not None:
+        return Row(row.method, row.kind, row.package, row.version, reason(failure))
+    return replace(row, forward_ms=forward.median_ms, both_ms=both.median_ms, repeats=both.repeats)
+
+
+def _measure_parts(inputs: Inputs, plan: Plan, meter: Meter) -> dict[str, Any]:
+    from .bench_parts import measure_parts  # the kernels need Triton
+
+    return measure_parts(inputs, cce_tp.Sampled(eps=plan.eps), plan.repeats, meter)
+
+
+def _free_memory(plan: Plan) -> None:
+    if plan.on_gpu:
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def versions() -> dict[str, str]:
+    """Of what every method needs."""
+    found = {"cce_tp": cce_tp.__version__, "torch": torch.__version__}
+    try:
+        import triton
+    except ImportError:
+        return found
+    return {**found, "triton": triton.__version__}
+
+
+# -- compiling ahead
+
+
+def compile_ahead(plan: Plan, shapes: Sequence[Shape], workers: int) -> None:
+    """Fill the caches of Triton and of torch.compile, several methods at a time, each in a process of its own."""
+    tasks = [(method, shape) for shape in shapes for method in plan.methods if method.compiles]
+    if workers < 1 or not tasks:
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(workers, len(tasks)), mp_context=context) as pool:
+        futures = [pool.submit(run_once, method, shape, plan.dtype) for method, shape in tasks]
+        wait(futures)
+        if any(isinstance(future.exception(), BrokenProcessPool) for future in futures):
+            print("a process that compiled ahead has died; what is missing compiles later", file=sys.stderr, flush=True)
+
+
+def run_once(method: Method, shape: Shape, dtype: torch.dtype) -> None:
+    """Both ways in which a method is called. What fails here fails again, and is reported, where it is measured."""
+    _forget_compiled()
+    inputs = bench_logits.make("random", shape, dtype, "cuda")
+    try:
+        loss, values = method.load(), inputs.detached()
+        loss(inputs.hidden, inputs.weight, inputs.target).backward()
+        with torch.no_grad():
+            loss(values.hidden, values.weight, values.target)
+    except Exception:
+        pass
+    finally:
+        del inputs
+        gc.collect()
         torch.cuda.synchronize()
-        times.append(start.elapsed_time(stop))
-    return statistics.median(times)
+        torch.cuda.empty_cache()
 
 
-def logits_product_ms(problem: LocalProblem, repeats: int) -> float:
-    logits = problem.input.new_empty(problem.num_tokens, problem.num_rows)
-    return median_ms(lambda: torch.mm(problem.input, problem.weight.T, out=logits), repeats)
+# -- the command
 
 
-def make_problem(tokens: int, rows: int, hidden: int, dtype: torch.dtype, spread: float, device: str) -> LocalProblem:
-    """Random hidden states and classifier whose logits have standard deviation ``spread``."""
-    gen = torch.Generator(device).manual_seed(0)
-    e = torch.randn(tokens, hidden, generator=gen, device=device).to(dtype)
-    c = (torch.randn(rows, hidden, generator=gen, device=device) * spread / hidden**0.5).to(dtype)
-    return LocalProblem(e, c, torch.randint(rows, (tokens,), generator=gen, device=device))
-
-
-class LocalLoss:
-    """The mean loss of a single shard, as the package computes it."""
-
-    def __init__(self, implementation: LocalImplementation, problem: LocalProblem) -> None:
-        self.implementation = implementation
-        self.problem = problem
-        self.input_grad: Tensor | None = None
-        self.weight_grad = torch.empty_like(problem.weight)
-        self.active = torch.ones_like(problem.target, dtype=torch.bool)
-
-    def forward(self) -> tuple[Tensor, Tensor, Tensor]:
-        partials = self.implementation.partials(self.problem, stats=False)
-        log_sum = partials.sum_exp.log()
-        return (log_sum - (partials.target_logit - partials.max)).mean(), partials.max, log_sum
-
-    def forward_backward(self) -> Tensor:
-        self.input_grad = None  # its memory is a gradient's, and is counted as such
-        loss, row_max, log_sum = self.forward()
-        share = torch.full_like(log_sum, 1 / self.problem.num_tokens)
-        grad = LogitGradient(row_max, log_sum, prob=share, target=share, active=self.active)
-        request = GradientRequest(self.problem.input.dtype, WeightGradBuffer(self.weight_grad, False), False)
-        self.implementation.gradients(self.problem, grad, request, self._keep)
-        return loss
-
-    def _keep(self, input_grad: Tensor) -> None:
-        self.input_grad = input_grad
-
-
-def peak_above(work: Callable[[], object], allowed: int) -> int:
-    """Peak of ``work`` above what is allocated now plus ``allowed`` bytes of results."""
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    work()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before - allowed
-
-
-def dense_gradients(problem: LocalProblem, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """torch's own, in ``dtype``."""
-    e = problem.input.to(dtype).detach().requires_grad_()
-    c = problem.weight.to(dtype).detach().requires_grad_()
-    torch.nn.functional.cross_entropy(e @ c.T, problem.target).backward()
-    assert e.grad is not None
-    assert c.grad is not None
-    return e.grad, c.grad
-
-
-def gradient_errors(loss: LocalLoss) -> Errors:
-    loss.forward_backward()
-    assert loss.input_grad is not None
-    right = dense_gradients(loss.problem, torch.float32)
-    ours = [_error(a, b) for a, b in zip((loss.input_grad, loss.weight_grad), right, strict=True)]
-    dense = dense_gradients(loss.problem, loss.problem.input.dtype)
-    theirs = [_error(a, b) for a, b in zip(dense, right, strict=True)]
-    return Errors(ours[0], ours[1], theirs[0], theirs[1])
-
-
-def _error(actual: Tensor, expected: Tensor) -> float:
-    return float((actual.float() - expected).norm() / expected.norm())
-
-
-def measure(
-    shape: tuple[int, int, int], dtype: torch.dtype, spread: float, implementation: str, repeats: int, check: bool
-) -> Result:
-    tokens, rows, hidden = shape
-    device = "cuda"
-    problem = make_problem(tokens, rows, hidden, dtype, spread, device)
-    unit = logits_product_ms(problem, repeats)
-    loss = LocalLoss(choose(implementation, torch.device(device, torch.cuda.current_device()), dtype), problem)
-    forward = median_ms(loss.forward, repeats)
-    both = median_ms(loss.forward_backward, repeats)
-    loss.input_grad = None
-    forward_peak = peak_above(loss.forward, 0)
-    # The weight's gradient exists already; the input's is allocated within.
-    peak = peak_above(loss.forward_backward, tokens * hidden * dtype.itemsize)
-    value = float(loss.forward()[0])
-    errors = gradient_errors(loss) if check else None
-    name = torch.cuda.get_device_name()
-    dtype_name = str(dtype).removeprefix("torch.")
-    return Result(tokens, rows, hidden, dtype_name, name, unit, forward, both, forward_peak, peak, value, errors)
-
-
-def main(arguments: list[str] | None = None) -> None:
-    parser = Parser(prog="cce-tp bench", description=__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Of this subcommand."""
     parser.add_argument("--shape", type=shape_of, action="append", metavar="N,V,D", help="may be repeated")
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    parser.add_argument("--spread", type=positive_number, default=2.0, help="standard deviation of the logits")
-    parser.add_argument("--implementation", choices=CHOICES, default="triton")
-    parser.add_argument("--repeats", type=positive, default=20)
-    parser.add_argument("--check", action="store_true", help="also the gradients' errors; writes the logits in fp32")
-    add_json(parser)
-    options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        parser.error("needs a CUDA device")
-    results = []
-    for shape in options.shape or [(8192, 256000, 2304), (8192, 128256, 4096)]:
-        dtype = getattr(torch, options.dtype)
-        result = measure(shape, dtype, options.spread, options.implementation, options.repeats, options.check)
-        results.append(result)
-        print(result.row(), flush=True)
-    write_json(options.json, [asdict(result) for result in results])
+    parser.add_argument(
+        "--logits", choices=bench_logits.KINDS, action="append",
+        help="may be repeated; default: realistic with --data, random without",
+    )  # fmt: skip
+    parser.add_argument("--data", type=existing_folder, metavar="DIR", help="a model's head and hidden states")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    parser.add_argument("--eps", type=probability, default=2.0**-8, help="of the sampled mode")
+    parser.add_argument("--repeats", type=positive, default=20, help="runs of each method, a quarter above 50 ms")
+    parser.add_argument(
+        "--methods", metavar="TEXT,...", help="only those whose names contain one of these (any case)"
+    )  # fmt: skip
+    parser.add_argument("--graph", action="store_true", help="ours also as replays of CUDA graphs")
+    parser.add_argument("--parts", action="store_true", help="also the sampled mode part by part")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: by the wall clock, no memory")
+    parser.add_argument(
+        "--workers", type=int, metavar="NUMBER", help="that compile ahead; 0 for none; default: 3/4 of the cores",
+    )  # fmt: skip
+    parser.add_argument(
+        "--from", dest="sources", type=existing_file, action="append", metavar="FILE",
+        help="measure nothing: results of an earlier --json; may be repeated",
+    )  # fmt: skip
+    for name, what in (
+        ("json", "all results"),
+        ("csv", "one line for each method and problem"),
+        ("png", "a picture of times and memory"),
+        ("markdown", "the README's tables"),
+    ):
+        parser.add_argument(f"--{name}", type=writable_file, metavar="FILE", help=what)
+    parser.add_argument("--readme", type=existing_file, metavar="FILE", help="put the tables between its two marks")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure or read; show and write."""
+    _check(options)
+    output = open_output()
+    if options.sources:
+        cases = [case for source in options.sources for case in read_json(source)]
+        for case in cases:
+            show(case, output)
+    else:
+        cases = _measure_all(options, output)
+    if options.json is not None:
+        write_json(options.json, cases)
+    if options.csv is not None:
+        write_csv(options.csv, cases)
+    if options.markdown is not None:
+        options.markdown.write_text(markdown(cases))
+    if options.readme is not None:
+        write_readme(options.readme, cases)
+    if options.png is not None:
+        bench_pictures.draw(cases, options.png)
+    return 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    """What would otherwise end in an error after all has been measured.
+
+    Raises:
+        UsageError: it would.
+    """
+    if options.png is not None:
+        pyplot()
+    if options.readme is not None and not readme_has_marks(options.readme):
+        write_readme(options.readme, [])
+    if options.sources:
+        superfluous = next((name for name in MEASURES if getattr(options, name)), None)
+        if superfluous:
+            raise UsageError(f"--from measures nothing: leave out --{superfluous}")
+        return
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("no CUDA device is here; --device cpu measures by the wall clock")
+    if options.device == "cpu" and (options.graph or options.parts):
+        raise UsageError("--graph and --parts need --device cuda")
+    if "realistic" in (options.logits or ()) and options.data is None:
+        raise UsageError("--logits realistic needs --data DIR")
+    if options.workers is not None and options.workers < 0:
+        raise UsageError(f"--workers {options.workers} is negative")
+    if runtime.discover().world_size > 1:
+        raise UsageError("bench measures one device: start it alone, not under a launcher of several processes")
+
+
+def _chosen(options: argparse.Namespace) -> list[Method]:
+    every = [*ours(options.eps), *peers()]
+    if options.methods is None:
+        return every
+    wanted = [text.strip().lower() for text in options.methods.split(",") if text.strip()]
+    found = [method for method in every if any(text in method.name.lower() for text in wanted)]
+    for text in wanted:
+        if not any(text in method.name.lower() for method in every):
+            raise UsageError(f"--methods: no name contains {text!r}: {'; '.join(method.name for method in every)}")
+    if not found:
+        raise UsageError("--methods names none")
+    return found
+
+
+def _measure_all(options: argparse.Namespace, output: Output | PlainOutput) -> list[Case]:
+    shapes = list(dict.fromkeys(options.shape or SHAPES))
+    kinds = list(dict.fromkeys(options.logits or (["random"] if options.data is None else ["realistic"])))
+    model = None if options.data is None else bench_logits.load_folder(options.data)
+    plan = Plan(
+        _chosen(options), dtype_of(options.dtype), options.device, options.repeats, options.graph, options.parts,
+        options.eps,
+    )  # fmt: skip
+    if plan.on_gpu:
+        workers = (os.cpu_count() or 1) * 3 // 4 if options.workers is None else options.workers
+        compile_ahead(plan, shapes, workers)
+    cases = []
+    try:
+        for kind in kinds:
+            for shape in shapes:
+                cases.append(measure(kind, shape, plan, model))
+                show(cases[-1], output)
+                if options.json is not None:
+                    write_json(options.json, cases)  # what there is, should a later problem fail
+                _free_memory(plan)
+    finally:
+        if dist.is_initialized():  # a peer's group of one
+            runtime.finalize()
+    return cases
+
+
+def show(case: Case, output: Output | PlainOutput) -> None:
+    """A problem's table and remarks."""
+    output.table(f"{case.title}; loss {case.loss:.4f}", TIME_COLUMNS, time_rows(case))
+    output.table("off from fp32, and from the closed form of the sampled noise", ERROR_COLUMNS, error_rows(case))
+    for row in case.rows:
+        if not row.measured:
+            output.say(f"  not measured: {row.method}: {row.reason}")
+    if case.parts is not None:
+        times, lists = case.parts["milliseconds"], case.parts["lists"]
+        rows = [(name, f"{value:.3f}", f"{value / case.product_ms:.3f}") for name, value in times.items()]
+        output.table("the sampled mode's parts", ("", "ms", "/ G"), rows)
+        output.say("  " + ", ".join(f"{name} {value:,.1f}" for name, value in lists.items()))
 
 
 if __name__ == "__main__":
-    main()
+    from .cli import main
+
+    sys.exit(main(["bench", *sys.argv[1:]]))

@@ -13,29 +13,17 @@ from pathlib import Path
 from .console import EXIT_USAGE, Parser, UsageError, fail
 
 PROGRAM = "cce-tp"
-OWN = {"doctor": ".doctor", "keep-rate": ".keep_rate", "plan": ".plan"}
-"""Subcommands made of ``HELP``, ``add_arguments`` and ``run``."""
-PASSED_ON = {
-    "accuracy": "distance of each backward mode from the fp32 gradient, on a model's head and hidden states",
-    "bench": "time and memory of the kernels on one GPU (--sampled: of the sampled mode, on realistic logits)",
-    "train": "run the example examples/pretrain_gpt.py",
+OWN = {
+    "accuracy": ".accuracy",
+    "bench": ".bench",
+    "doctor": ".doctor",
+    "keep-rate": ".keep_rate",
+    "plan": ".plan",
+    "tune": ".tune",
 }
-"""Subcommands with a command line of their own, also usable as ``python -m cce_tp.launch.bench`` and so on."""
-
-
-def _passed_on(command: str, arguments: list[str]) -> int:
-    if command == "train":
-        return train(arguments)
-    module = command
-    if command == "bench" and "--sampled" in arguments:
-        arguments = [argument for argument in arguments if argument != "--sampled"]
-        module = "bench_sampled"
-    try:
-        main: Callable[[list[str]], None] = importlib.import_module(f".{module}", __package__).main
-    except ImportError as error:
-        raise UsageError(f"{command} needs a package that is not installed: {error}") from None
-    main(arguments)
-    return 0
+"""Subcommands made of ``HELP``, ``add_arguments`` and ``run``."""
+TRAIN = "train"
+"""Its arguments are the example's own."""
 
 
 def example(name: str) -> Path:
@@ -71,8 +59,7 @@ def make_parser() -> Parser:
         subparser = commands.add_parser(name, help=module.HELP, description=module.__doc__)
         module.add_arguments(subparser)
         subparser.set_defaults(run=module.run)
-    for name, what in PASSED_ON.items():
-        commands.add_parser(name, help=what, add_help=False)
+    commands.add_parser(TRAIN, help="run the example examples/pretrain_gpt.py", add_help=False)
     return parser
 
 
@@ -83,8 +70,8 @@ def main(arguments: list[str] | None = None) -> int:
     given = [argument for argument in given if not re.fullmatch(r"--local[_-]rank=\d+", argument)]
     command = given[0] if given else ""
     try:
-        if command in PASSED_ON:
-            return _passed_on(command, given[1:])
+        if command == TRAIN:
+            return train(given[1:])
         options = make_parser().parse_args(given)
         command = options.command
         run: Callable[[argparse.Namespace], int] = options.run

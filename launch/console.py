@@ -157,6 +157,33 @@ def _missing(name: str) -> UsageError:
     return UsageError(f"the package {name} is not installed: pip install 'cce_tp[examples]'")
 
 
+class PlainOutput:
+    """Lines of text, for results that must not be lost for want of rich."""
+
+    def say(self, text: str) -> None:
+        """A line or a paragraph."""
+        print(text, flush=True)
+
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """A table whose first column is text and whose others are numbers."""
+        widths = [max(len(row[i]) for row in (columns, *rows)) for i in range(len(columns))]
+        print(f"\n{title}")
+        for row in (columns, *rows):
+            cells = [
+                row[0].ljust(widths[0]),
+                *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)),
+            ]
+            print("  ".join(cells).rstrip(), flush=True)
+
+
+def open_output() -> Output | PlainOutput:
+    """The terminal with rich, or without where there is none."""
+    try:
+        return Output()
+    except UsageError:
+        return PlainOutput()
+
+
 class Output:
     """The terminal. Silent on all ranks but the first."""
 

@@ -63,7 +63,7 @@ def by_counting(model: Model) -> Unit:
 
 def by_measuring(model: Model) -> Unit:
     """In milliseconds of this machine's GPU, in bf16."""
-    from .bench import median_ms
+    from .measure import median_ms
 
     e, c = (x.to("cuda", torch.bfloat16) for x in (model.hidden, model.weight))
     g = torch.empty(len(e), len(c), dtype=torch.bfloat16, device="cuda")

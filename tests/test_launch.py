@@ -229,7 +229,7 @@ def refused(arguments: list[str], capsys: Any) -> str:
         (["keep-rate"], "the following arguments are required: --head, --hidden"),
         (["keep-rate", "--head", "nowhere", "--hidden", "nowhere"], "nowhere is not a file"),
         (["bench", "--shape", "x"], "'x' is not three numbers N,V,D"),
-        (["bench", "--sampled", "--data", "nowhere"], "nowhere is not a folder"),
+        (["bench", "--data", "nowhere"], "nowhere is not a folder"),
         (["accuracy", "--head", "nowhere", "--hidden", "nowhere"], "nowhere is not a file"),
     ],
 )
@@ -237,7 +237,7 @@ def test_nonsense_is_refused_in_one_sentence(arguments: list[str], message: str,
     assert message in refused(arguments, capsys)
 
 
-@pytest.mark.parametrize("command", [[], ["plan"], ["doctor"], ["keep-rate"], ["bench"], ["accuracy"]])
+@pytest.mark.parametrize("command", [[], ["plan"], ["doctor"], ["keep-rate"], ["bench"], ["accuracy"], ["tune"]])
 def test_help(command: list[str], capsys: Any) -> None:
     with pytest.raises(SystemExit) as stopped:
         cli.main([*command, "--help"])

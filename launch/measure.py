@@ -1,0 +1,143 @@
+"""Time and memory of pieces of work on a device, measured in turns."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+Work = Callable[[], object]
+
+SLOW_MS = 50.0
+"""What takes longer is repeated a quarter as often, but at least ``FEWEST`` times."""
+FEWEST = 5
+HEAD_START_MS = 4.0
+
+
+class Meter(Protocol):
+    """A device's clock and memory."""
+
+    def milliseconds(self, work: Work) -> float:
+        """Of the device, for one run."""
+        ...
+
+    def peak(self, work: Work) -> int | None:
+        """Most bytes allocated during one run above what was before; None where that is not known."""
+        ...
+
+
+class CpuMeter:
+    """The wall clock."""
+
+    def milliseconds(self, work: Work) -> float:
+        start = time.perf_counter()
+        work()
+        return 1e3 * (time.perf_counter() - start)
+
+    def peak(self, work: Work) -> int | None:
+        return None
+
+
+class GpuMeter:
+    """CUDA events on the current stream.
+
+    Args:
+        filler: runs before the clock starts, for ``HEAD_START_MS`` at least. As behind a model's layers, the device is
+            then warm and the host has time to launch ahead.
+    """
+
+    def __init__(self, filler: Work) -> None:
+        self._filler, self._fillings = filler, 0
+        for _ in range(3):  # the library's choice of a kernel, and the clock
+            filler()
+        self._fillings = max(1, round(HEAD_START_MS / self.milliseconds(filler)))
+
+    def milliseconds(self, work: Work) -> float:
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        for _ in range(self._fillings):
+            self._filler()
+        start.record()
+        work()
+        stop.record()
+        stop.synchronize()
+        return start.elapsed_time(stop)
+
+    def peak(self, work: Work) -> int | None:
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        work()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+
+
+@dataclass(frozen=True)
+class Timing:
+    """A median of so many runs; or why a run failed."""
+
+    median_ms: float
+    repeats: int
+    failure: Exception | None = None
+
+
+def in_turns(works: dict[str, Work], repeats: int, meter: Meter) -> dict[str, Timing]:
+    """Every work once, then every work again, beginning with another one each time.
+
+    The clock falls as a device warms up, and a short work suffers from a hot one before it: so no work may have its
+    turn only late, or only behind the same one. Slow works sit out some of the turns.
+    """
+    times: dict[str, list[float]] = {name: [] for name in works}
+    wanted = dict.fromkeys(works, repeats)
+    failures: dict[str, Exception] = {}
+    for name, work in works.items():
+        try:
+            if meter.milliseconds(work) > SLOW_MS:
+                wanted[name] = min(repeats, max(FEWEST, repeats // 4))
+        except Exception as error:  # whatever a peer raises, the others go on
+            failures[name] = error
+    names = list(works)
+    for turn in range(repeats):
+        for place in range(len(names)):
+            name = names[(turn + place) % len(names)]
+            its_turn = (turn + 1) * wanted[name] // repeats > turn * wanted[name] // repeats
+            if not its_turn or name in failures:
+                continue
+            try:
+                times[name].append(meter.milliseconds(works[name]))
+            except Exception as error:
+                failures[name] = error
+    return {
+        name: Timing(statistics.median(values) if values else float("nan"), len(values), failures.get(name))
+        for name, values in times.items()
+    }
+
+
+def medians_ms(works: dict[str, Work], repeats: int, meter: Meter) -> dict[str, float]:
+    """The medians of :func:`in_turns` where nothing may fail."""
+    timings = in_turns(works, repeats, meter)
+    for timing in timings.values():
+        if timing.failure is not None:
+            raise timing.failure
+    return {name: timing.median_ms for name, timing in timings.items()}
+
+
+def median_ms(work: Work, repeats: int) -> float:
+    """Of one work alone, on the GPU, behind itself."""
+    return medians_ms({"": work}, repeats, GpuMeter(work))[""]
+
+
+def captured(work: Work) -> Work:
+    """The work as a CUDA graph, so that the host's launches do not count."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        work()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph.replay
