@@ -59,8 +59,15 @@ def gpu_pool() -> Iterator[Pool]:
     shared.stop()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="also run the tests marked slow (or CCE_TP_TEST_SLOW=1)")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    slow_too = config.getoption("--slow") or os.environ.get("CCE_TP_TEST_SLOW", "") not in ("", "0")
     for item in items:
+        if item.get_closest_marker("slow") and not slow_too:
+            item.add_marker(pytest.mark.skip(reason="slow: pass --slow"))
         if "pool" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.distributed)
         if item.get_closest_marker("multigpu") and GPUS < 2:
@@ -70,6 +77,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if "slow" in report.keywords and report.skipped:
+        _skipped["slow"] += 1
     for mark in ("gpu", "multigpu"):
         if mark in report.keywords:
             if report.when == "call" and report.passed:
@@ -83,3 +92,5 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     ran = ", ".join(f"{_real_kernel_cases[mark]} {mark}" for mark in ("gpu", "multigpu"))
     skipped = ", ".join(f"{_skipped[mark]} {mark}" for mark in ("gpu", "multigpu"))
     terminalreporter.write_line(f"real kernels: passed {ran}; skipped {skipped}; {GPUS} CUDA devices")
+    if _skipped["slow"]:
+        terminalreporter.write_line(f"slow: skipped {_skipped['slow']} (--slow runs them)")
