@@ -24,15 +24,16 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import checkpoint
 import text_data
 import torch
 import torch.distributed as dist
+from command_line import Parser, fail, fraction, not_negative, positive, rate
 from gpt import GPT, GPTConfig, build_model, cce_loss, logits_loss
 from reporting import Display, Log, Record, draw_losses, human, peak_memory, read_log
-from text_data import Corpus, DataError, Windows
+from text_data import Corpus, Windows
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
@@ -40,7 +41,6 @@ from torch.distributed.tensor.parallel import loss_parallel
 import cce_tp
 from cce_tp.launch.runtime import Runtime, choose_device, discover, finalize, initialize
 
-EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 
 
@@ -88,57 +88,6 @@ class Options(Preset):
     out: Path
     resume: bool
     overwrite: bool
-
-
-class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one sentence, once for all processes."""
-
-    def error(self, message: str) -> NoReturn:
-        fail(message)
-
-
-def fail(message: str) -> NoReturn:
-    """Print one sentence, from rank 0, and exit with 2."""
-    try:
-        rank = discover().rank
-    except ValueError:
-        rank = 0
-    if rank == 0:
-        print(f"pretrain_gpt.py: error: {message}", file=sys.stderr, flush=True)
-    else:
-        # A launcher ends all processes when the first one fails: leave rank 0 the time to speak.
-        time.sleep(3)
-    sys.exit(EXIT_USAGE)
-
-
-def positive(text: str) -> int:
-    """An argparse type."""
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not positive")
-    return value
-
-
-def not_negative(text: str) -> int:
-    """An argparse type."""
-    if (value := int(text)) < 0:
-        raise argparse.ArgumentTypeError(f"{value} is negative")
-    return value
-
-
-def rate(text: str) -> float:
-    """An argparse type: a finite number that is not negative."""
-    value = float(text)
-    if not (math.isfinite(value) and value >= 0):
-        raise argparse.ArgumentTypeError(f"{text} is not a finite number of at least 0")
-    return value
-
-
-def fraction(text: str) -> float:
-    """An argparse type: strictly between 0 and 1."""
-    value = float(text)
-    if not 0 < value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
-    return value
 
 
 def make_parser() -> Parser:
@@ -282,25 +231,6 @@ def clip_gradients(model: nn.Module, limit: float) -> Tensor:
     """Clip to ``limit`` and return the norm before it, over all shards of all ranks."""
     norm = nn.utils.clip_grad_norm_(model.parameters(), limit)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
-
-
-def share_corpus(options: Options, runtime: Runtime, display: Display) -> Corpus:
-    """Rank 0 tokenizes, the others wait and read what it left; what is wrong with the text is wrong on every rank."""
-    answer: list[str | None] = [None, None]
-    if runtime.is_main:
-        try:
-            with display.bar("tokenize") as bar:
-                corpus = text_data.load_corpus(options.data, options.held_out, options.cache, bar.update)
-            for tokens in (corpus.train, corpus.held_out):
-                Windows(tokens, options.seq_len)
-            answer[0] = corpus.fingerprint
-        except DataError as error:
-            answer[1] = str(error)
-    dist.broadcast_object_list(answer, src=0)
-    key, problem = answer
-    if key is None:
-        raise DataError(problem)
-    return text_data.cached_corpus(options.cache, key)
 
 
 class StopRequest:
@@ -505,7 +435,11 @@ def main(argv: list[str] | None = None) -> int:
     display = Display(runtime.is_main)
     try:
         prepare_run_folder(options, runtime)
-        trainer = Trainer(options, runtime, share_corpus(options, runtime, display), display)
+        with display.bar("tokenize") as bar:
+            corpus = text_data.share_corpus(
+                options.data, options.held_out, options.cache, options.seq_len, runtime.is_main, bar.update
+            )
+        trainer = Trainer(options, runtime, corpus, display)
     except ValueError as error:
         finalize()
         fail(str(error))

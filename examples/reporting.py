@@ -8,10 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ class Record:
     lr: float | None = None
     grad_norm: float | None = None
     tokens_per_second: float | None = None
+    step_seconds: float | None = None
     peak_memory_bytes: int | None = None
 
 
@@ -95,6 +98,8 @@ class Display:
     """What one sees while it runs. On rank 0 only; elsewhere, and where a call has nothing to show, it is silent."""
 
     def __init__(self, enabled: bool) -> None:
+        from rich.console import Console  # a log can be written without it
+
         self.console = Console(quiet=not enabled, highlight=False)
 
     def say(self, text: str) -> None:
@@ -103,6 +108,8 @@ class Display:
     @contextmanager
     def bar(self, what: str) -> Iterator[ProgressBar]:
         """A progress bar; without a terminal, only its remarks are printed."""
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
         columns = (
             TextColumn("{task.description}"),
             BarColumn(bar_width=20),

@@ -1,7 +1,13 @@
-"""Text files into batches of tokens, the same on every layout of the run."""
+"""Text files into batches of tokens, the same on every layout of the run.
+
+    python examples/text_data.py runs/tokens [TEXT ...]
+
+tokenizes ahead of a run, for machines that have the tokens only (``--tokens runs/tokens``).
+"""
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import importlib.resources
 import importlib.util
@@ -15,6 +21,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 TOKENIZER = "tekken_240911.json"
@@ -136,6 +143,34 @@ def cached_corpus(cache: Path, key: str) -> Corpus:
     return Corpus(train, held_out, vocab_size, key)
 
 
+def share_corpus(
+    paths: Sequence[Path], held_out: float, cache: Path, seq_len: int, is_main: bool, progress: Progress
+) -> Corpus:
+    """Rank 0 tokenizes, the others wait and read what it left; what is wrong with the text is wrong on every rank."""
+    answer: list[str | None] = [None, None]
+    if is_main:
+        try:
+            corpus = load_corpus(paths, held_out, cache, progress)
+            for tokens in (corpus.train, corpus.held_out):
+                Windows(tokens, seq_len)
+            answer[0] = corpus.fingerprint
+        except DataError as error:
+            answer[1] = str(error)
+    dist.broadcast_object_list(answer, src=0)
+    key, problem = answer
+    if key is None:
+        raise DataError(problem)
+    return cached_corpus(cache, key)
+
+
+def prepared_corpus(cache: Path) -> Corpus:
+    """The one corpus in ``cache``, whatever text it is of; neither text nor tokenizer is needed."""
+    keys = sorted(path.stem for path in cache.glob("*.json"))
+    if len(keys) != 1:
+        raise DataError(f"--tokens {cache} must hold the tokens of one text, and holds those of {len(keys)}")
+    return cached_corpus(cache, keys[0])
+
+
 def _write_cache(cache: Path, key: str, train: list[Document], held_out: list[Document], progress: Progress) -> None:
     if importlib.util.find_spec("mistral_common") is None:
         raise DataError("the tokenizer comes with the package mistral-common: pip install mistral-common")
@@ -198,3 +233,19 @@ class Windows:
         starts = [window * self.seq_len for window in windows]
         rows = np.stack([self.tokens[start : start + self.seq_len + 1] for start in starts])
         return torch.from_numpy(rows.astype(np.int64))
+
+
+def main() -> None:
+    """Tokenize the text named on the command line, or the default one."""
+    parser = argparse.ArgumentParser(description="Tokenize ahead of a run.")
+    parser.add_argument("cache", type=Path, help="folder for the tokens")
+    parser.add_argument("data", type=Path, nargs="*", help="text files or folders (default: Python's own sources)")
+    parser.add_argument("--held-out", type=float, default=0.05, help="part of the files to measure on (default: 0.05)")
+    options = parser.parse_args()
+    check_paths(options.data)
+    corpus = load_corpus(options.data, options.held_out, options.cache, lambda done, total: None)
+    print(f"{options.cache}: {len(corpus.train):,} tokens to train on, {len(corpus.held_out):,} held out")
+
+
+if __name__ == "__main__":
+    main()

@@ -5,12 +5,17 @@ from __future__ import annotations
 import contextlib
 import sys
 import types
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+APEX_STANDIN = str(Path(__file__).resolve().parent / "apex_standin")
 
 
 class PlainLayerNorm(nn.LayerNorm):
@@ -22,17 +27,10 @@ class PlainLayerNorm(nn.LayerNorm):
             parameter.sequence_parallel = config.sequence_parallel
 
 
-def _wgrad_gemm_accum(tokens: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
-    main_grad.add_((grad_output.float().t() @ tokens.float()).to(main_grad.dtype))
-
-
 def prepare() -> None:
     """Patch this process; again is harmless. Call before the first import of megatron."""
-    if "fused_weight_gradient_mlp_cuda" not in sys.modules:
-        fused = types.ModuleType("fused_weight_gradient_mlp_cuda")
-        fused.wgrad_gemm_accum_fp32 = _wgrad_gemm_accum  # type: ignore[attr-defined]
-        fused.wgrad_gemm_accum_fp16 = _wgrad_gemm_accum  # type: ignore[attr-defined]
-        sys.modules["fused_weight_gradient_mlp_cuda"] = fused
+    if APEX_STANDIN not in sys.path:
+        sys.path.insert(0, APEX_STANDIN)
     torch._dynamo.config.disable = True  # compiling Megatron's elementwise fusions takes a minute
     stream = types.SimpleNamespace(wait_event=lambda event: None, wait_stream=lambda other: None)
     torch.cuda.current_stream = lambda *args: stream  # type: ignore[assignment]
@@ -51,6 +49,27 @@ def prepare() -> None:
 
     WrappedTorchNorm.__new__ = lambda cls, *args, **kwargs: PlainLayerNorm(*args, **kwargs)
     hybrid_block.TENorm = PlainLayerNorm
+
+
+class _OnCpu(TorchFunctionMode):
+    """``device="cuda"`` means the CPU, and its tensors are called CUDA tensors: Megatron's optimizer looks at that."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if str(kwargs.get("device")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        answer = func(*args, **kwargs)
+        if func is torch.Tensor.type and isinstance(answer, str):
+            return answer.replace("torch.", "torch.cuda.", 1)
+        return answer
+
+
+@contextlib.contextmanager
+def training() -> Iterator[None]:
+    """Let Megatron's schedules and optimizers run; in a process that ``prepare`` has patched."""
+    torch.cuda.get_rng_state = lambda *args: torch.zeros(1)
+    with _OnCpu():
+        yield
 
 
 _layout: tuple[int, int, int | None] | None = None

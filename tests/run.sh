@@ -11,7 +11,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/../launch/setup_venv.sh" examples,test
 cd "$root"
 "$bin/ruff" check .
 "$bin/ruff" format --check .
-MYPYPATH="$root/examples" "$bin/mypy" --package cce_tp --module pretrain_gpt
+MYPYPATH="$root/examples" "$bin/mypy" --package cce_tp --module pretrain_gpt --module pretrain_megatron
 # The tests start several processes each; without this every one of them would start a thread for each core.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 exec "$bin/python" -m pytest "$@"

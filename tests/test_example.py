@@ -191,6 +191,7 @@ def test_nonsense_is_refused_in_one_sentence(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.setattr(sys, "argv", [SCRIPT])
     import pretrain_gpt
 
     if world_size > 1:

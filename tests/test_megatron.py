@@ -7,14 +7,18 @@ gradient of every parameter.
 from __future__ import annotations
 
 import importlib.util
+import json
 import multiprocessing
+import os
 import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import megatron_shims as shims
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,6 +29,7 @@ from torch import Tensor, nn
 import cce_tp
 import cce_tp.megatron as hook
 
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 VOCAB, LENGTH, BATCH = 64, 16, 2
 F0_MEAN, F0_INPUT_NORM = 7.05823367, 1.17992639
 START_TIMEOUT = 150.0  # the first task on every process imports megatron
@@ -621,13 +626,22 @@ def _nothing_is_silent(rank: Rank) -> None:
     hook.install(model, strict=True)
     with pytest.raises(RuntimeError, match="strict"):
         _forward(model, "gpt", batch, None)
-    model.eval()  # evaluation and inference have real logits, without a warning
+    # Evaluation has real logits for the asking, and a loss without them; inference has them at once.
+    model.eval()
+    (status,) = hook.status(model)
     with torch.no_grad():
         assert torch.equal(_forward(model, "gpt", batch, None), stock)
         evaluated = _forward(model, "gpt", batch, batch["labels"])
+    assert (status.losses, status.materialised) == (1, 0)
+    with torch.inference_mode():
+        assert torch.equal(_forward(model, "gpt", batch, None), stock)
+        inferred = _forward(model, "gpt", batch, batch["labels"])
+    assert type(model.output_layer(torch.zeros(8, 1, 32), runtime_gather_output=True)[0]) is Tensor
     hook.uninstall(model)
     with torch.no_grad():
-        assert torch.equal(_forward(model, "gpt", batch, batch["labels"]), evaluated)
+        expected = _forward(model, "gpt", batch, batch["labels"])
+    assert torch.equal(inferred, expected)
+    torch.testing.assert_close(evaluated, expected, rtol=1e-6, atol=2e-6)
 
 
 @needs_megatron
@@ -742,10 +756,12 @@ def _labels_outside(rank: Rank, tp: int, sequence_parallel: bool, bias: bool) ->
     assert float(loss[0, 1]) == 0.0
     keep = torch.arange(8) != 1
     torch.testing.assert_close(loss[0, keep], stock_loss[0, keep], rtol=1e-6, atol=1e-5)
-    # In evaluation, from real logits, the options hold as well.
+    # In evaluation and, from real logits, in inference the options hold as well.
     hook.install(model, ignore_index=-100)
     model.eval()
-    torch.testing.assert_close(model(_sharded(hidden, model), labels).detach(), loss, rtol=1e-6, atol=1e-5)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            torch.testing.assert_close(model(_sharded(hidden, model), labels), loss, rtol=1e-6, atol=1e-5)
 
 
 @needs_megatron
@@ -773,7 +789,9 @@ def _padding(rank: Rank, tp: int) -> None:
     grad = torch.cat(_gathered(model.output_layer.weight.grad, model.tp_group))
     assert not grad[27:].any()
     model.eval()
-    torch.testing.assert_close(model(hidden, labels)[0].detach(), expected, rtol=1e-6, atol=1e-5)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            torch.testing.assert_close(model(hidden, labels)[0], expected, rtol=1e-6, atol=1e-5)
     with pytest.raises(ValueError, match="needs vocab_size"):
         hook.install(model, count_padding=False)
 
@@ -1012,6 +1030,94 @@ def _refusals(rank: Rank) -> None:
 def test_refusals_name_what_they_refuse(megatron_pool: Pool) -> None:
     """And leave the model as it was."""
     run(megatron_pool, _refusals)
+
+
+# The example: Megatron's schedules, DDP and distributed optimizer.
+
+
+def _example(rank: Rank, folder: str, loss: str, layout: dict[str, int], *arguments: str) -> list[Any]:
+    if str(EXAMPLES) not in sys.path:
+        sys.path.insert(0, str(EXAMPLES))
+    import pretrain_megatron
+    from reporting import read_log
+    from text_data import Corpus
+
+    from cce_tp.launch import Runtime, discover
+
+    launched = {"RANK": rank.index, "WORLD_SIZE": 4, "LOCAL_RANK": rank.index, "MASTER_ADDR": "", "MASTER_PORT": 1}
+    os.environ.update({name: str(value) for name, value in launched.items()})
+    try:
+        sizes = ["--dim=32", "--heads=4", "--seq-len=16", "--micro-batch=2", "--batch=8", "--steps=3", "--eval-every=2"]
+        sizes += [f"--{name}={size}" for name, size in layout.items()]
+        options = pretrain_megatron.parse_options(
+            [*sizes, "--device=cpu", "--measure=1", f"--loss={loss}", f"--out={folder}", "--overwrite", *arguments]
+        )
+        Path(folder).mkdir(exist_ok=True)
+        shims.initialize(**layout)
+        torch.manual_seed(0)
+        tokens = np.random.default_rng(0).zipf(1.5, 4000).astype(np.int32) % 61
+        with shims.training():
+            runtime = Runtime(discover(), torch.device("cpu"))
+            trainer = pretrain_megatron.Trainer(options, runtime, Corpus(tokens[:3000], tokens[3000:], 61, ""))
+            trainer.run()
+    finally:
+        for name in launched:
+            del os.environ[name]
+    statuses = hook.status(trainer.model)
+    assert len(statuses) == int(loss == "cce" and trainer.is_last_stage)
+    assert all(status.materialised == 0 and status.losses > 0 for status in statuses)
+    dist.barrier()
+    records = read_log(Path(folder) / "log.jsonl")
+    return [*(r.loss for r in records[1:]), records[0].held_out_loss, *(r.grad_norm for r in records[1:])]
+
+
+@needs_megatron
+@pytest.mark.parametrize(
+    ("layout", "arguments"),
+    [
+        ({"tp": 2}, ["--sequence-parallel", "--gradient-accumulation-fusion"]),
+        ({"tp": 2, "pp": 2}, []),
+    ],
+)
+def test_example_trains_as_stock_megatron(
+    megatron_pool: Pool, tmp_path: Path, layout: dict[str, int], arguments: list[str]
+) -> None:
+    """Losses and gradient norms of Megatron's own loop, with its loss and with ours."""
+    stock = run(megatron_pool, _example, str(tmp_path / "stock"), "megatron-unfused", layout, *arguments)[0]
+    mine = run(megatron_pool, _example, str(tmp_path / "cce"), "cce", layout, *arguments)[0]
+    assert len(stock) == 7
+    assert mine == pytest.approx(stock, rel=2e-4)
+    assert stock[2] < stock[0] - 0.05
+
+
+@needs_megatron
+def test_example_runs_from_the_command_line_without_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One process, on tokens made ahead; and the picture that compares runs."""
+    generator = np.random.default_rng(0)
+    for part in ("train", "held-out"):
+        np.save(tmp_path / f"x.{part}.npy", generator.integers(0, 99, 2000, dtype=np.int32))
+    (tmp_path / "x.json").write_text('{"vocab_size": 99}')
+    script = [str(Path(shims.__file__).with_name("megatron_on_cpu.py")), str(EXAMPLES / "pretrain_megatron.py")]
+    options = ["--preset", "tiny", "--steps", "2", "--batch", "2", "--backward", "sampled", "--eps", "0.01"]
+    paths = ["--tokens", str(tmp_path), "--out", str(tmp_path / "run")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *script, *options, *paths]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr
+    assert "cce sampled, eps 0.01" in done.stdout
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["loss_seconds"] > 0
+
+    pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(EXAMPLES)
+    import compare_runs
+
+    picture = tmp_path / "losses.png"
+    monkeypatch.setattr(sys, "argv", ["compare_runs.py", *[str(tmp_path / "run")] * 2, "--out", str(picture)])
+    assert compare_runs.main() == 0
+    assert capsys.readouterr().out.count("run: cce sampled") == 2
+    assert picture.stat().st_size > 10_000
 
 
 def test_megatron_is_imported_when_it_is_used() -> None:

@@ -1,9 +1,9 @@
 """``install`` and ``uninstall``: one line in a Megatron training script.
 
-Megatron's models call ``output_layer`` and give what it returns to ``compute_language_model_loss``. In training the
-installed layer returns ``DeferredLogits``; the installed loss takes hidden states and weight out of them and never
-forms the logits. The layer is still called as a module, so hooks on it run (DDP's ``overlap_param_gather`` waits for
-the weight in one), and its parameters, their names and attributes stay as they are.
+Megatron's models call ``output_layer`` and give what it returns to ``compute_language_model_loss``. In training and
+evaluation the installed layer returns ``DeferredLogits``; the installed loss takes hidden states and weight out of them
+and never forms the logits. The layer is still called as a module, so hooks on it run (DDP's ``overlap_param_gather``
+waits for the weight in one), and its parameters, their names and attributes stay as they are.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ def install(
     workspace: int | None = None,
     validate: bool | None = None,
 ) -> int:
-    """Let a Megatron model compute its training loss without logits.
+    """Let a Megatron model compute its loss without logits, in training and in evaluation.
 
-    Real logits are still there in evaluation and inference, and for whatever else asks for them in training (no labels,
-    an ``output_processor``, the config logger): with a warning, once. Logits that were gathered (``parallel_output=
+    Real logits are still there in inference and for whatever else asks for them (no labels, an ``output_processor``,
+    the config logger): in training with a warning, once. Logits that were gathered (``parallel_output=
     False``, ``runtime_gather_output``) can't be combined with labels in a group of more than one rank: that is refused.
 
     Args:

@@ -30,7 +30,7 @@ class HookStatus:
         backward: the backward mode, as given.
         implementation: "triton" or "torch", as the last loss used it; None before the first.
         losses: losses computed without logits.
-        materialised: deferred logits that had to be computed after all.
+        materialised: deferred logits that had to be computed after all, in training.
     """
 
     backward: object
@@ -99,7 +99,7 @@ def check_supported(layer: nn.Module, column_parallel: type[nn.Module]) -> None:
 
 @functools.cache
 def deferring_class(base: Any) -> type[nn.Module]:
-    """``base``, a ``ColumnParallelLinear``, with a forward that returns ``DeferredLogits`` in training.
+    """``base``, a ``ColumnParallelLinear``, with a forward that returns ``DeferredLogits`` in training and evaluation.
 
     It has the name of ``base``: Megatron-FSDP and others go by it.
     """
@@ -115,8 +115,10 @@ def deferring_class(base: Any) -> type[nn.Module]:
         gather = self.gather_output if runtime_gather_output is None else runtime_gather_output
         gather = gather and dist.get_world_size(self.tp_group) > 1
         rows = self.weight if weight is None else weight
-        # Not by whether gradients are on: recomputation runs the first forward without.
-        if not self.training or torch.is_inference_mode_enabled() or gather or more or others or rows is None:
+        # Not by whether gradients are on: recomputation runs the first forward without. Inference asks for the gather,
+        # even in a group of one; evaluation doesn't.
+        infers = torch.is_inference_mode_enabled() or (not self.training and runtime_gather_output)
+        if infers or gather or more or others or rows is None:
             return base.forward(self, input_, weight, runtime_gather_output, *more, **others)
         check_supported_weight(self, rows)
         return DeferredLogits(self, input_, rows), self.bias if self.skip_bias_add else None
@@ -160,7 +162,7 @@ class DeferredLogits:
 
     The loss takes them as they are. ``shape``, ``size``, ``dtype``, ``device``, ``dim``, a multiplication by a number,
     and, without gradients, maxima over the vocabulary need no logits either. Whatever else is done with the object
-    computes real logits, once, and warns (or raises, under ``strict``).
+    computes real logits, once, and in training warns (or raises, under ``strict``).
     """
 
     def __init__(self, layer: Any, hidden: Tensor, weight: Tensor, scale: float = 1.0) -> None:
@@ -205,10 +207,18 @@ class DeferredLogits:
         """The real logits ``[s, b, V_local]``, with their gradients, through Megatron's own layer.
 
         Raises:
-            RuntimeError: the hook is strict.
+            RuntimeError: in training, the hook is strict.
         """
-        if self._logits is not None:
-            return self._logits
+        if self._logits is None:
+            if self._layer.training:
+                self._account(reason)
+            forward: Callable[..., Any] = self._hook.base.forward
+            logits, _ = forward(self._layer, self._hidden, weight=self._weight, runtime_gather_output=False)
+            self._logits = logits if self._scale == 1.0 else logits * self._scale
+        return self._logits
+
+    def _account(self, reason: str) -> None:
+        """Refuse, or warn once and count."""
         hook = self._hook
         if hook.strict:
             raise RuntimeError(
@@ -218,14 +228,10 @@ class DeferredLogits:
         if not hook.warned:
             warnings.warn(
                 f"cce_tp.megatron: {reason} needs real logits, so they are computed and stored; this is said once",
-                stacklevel=3,
+                stacklevel=4,
             )
             hook.warned = True
         hook.status.materialised += 1
-        forward: Callable[..., Any] = hook.base.forward
-        logits, _ = forward(self._layer, self._hidden, weight=self._weight, runtime_gather_output=False)
-        self._logits = logits if self._scale == 1.0 else logits * self._scale
-        return self._logits
 
     @property
     def shape(self) -> torch.Size:
