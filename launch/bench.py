@@ -21,6 +21,7 @@ import gc
 import multiprocessing
 import os
 import sys
+import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -265,11 +266,16 @@ def compile_ahead(plan: Plan, shapes: Sequence[Shape], workers: int) -> None:
     if workers < 1 or not tasks:
         return
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(workers, len(tasks)), mp_context=context) as pool:
+    with ProcessPoolExecutor(min(workers, len(tasks)), context, _compile_alone) as pool:
         futures = [pool.submit(run_once, method, shape, plan.dtype) for method, shape in tasks]
         wait(futures)
         if any(isinstance(future.exception(), BrokenProcessPool) for future in futures):
             print("a process that compiled ahead has died; what is missing compiles later", file=sys.stderr, flush=True)
+
+
+def _compile_alone() -> None:
+    """These processes are many already."""
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 
 
 def run_once(method: Method, shape: Shape, dtype: torch.dtype) -> None:
@@ -284,6 +290,7 @@ def run_once(method: Method, shape: Shape, dtype: torch.dtype) -> None:
     except Exception:
         pass
     finally:
+        runtime.finalize()
         del inputs
         gc.collect()
         torch.cuda.synchronize()
@@ -401,7 +408,9 @@ def _measure_all(options: argparse.Namespace, output: Output | PlainOutput) -> l
     )  # fmt: skip
     if plan.on_gpu:
         workers = (os.cpu_count() or 1) * 3 // 4 if options.workers is None else options.workers
+        start = time.perf_counter()
         compile_ahead(plan, shapes, workers)
+        output.say(f"compiled ahead in {time.perf_counter() - start:.0f} s")
     cases = []
     try:
         for kind in kinds:

@@ -64,7 +64,7 @@ def parts(loss: SampledLoss) -> dict[str, Callable[[], object]]:
     grad = loss.logit_grad(partials)
     backward = sampled._Backward(loss.problem, loss.plan, selection, grad, loss.request, True, None)
     slots = loss.problem.num_tokens * (selection.budget + 1)
-    slot_grads = torch.empty(slots, device="cuda")
+    slot_grads = torch.empty(slots, device=loss.problem.input.device)
     hot = backward._hot_part()
     backward._entry_pass(slot_grads, has_hot=True)
     starts, ordered = backward._transpose(slots)
@@ -92,7 +92,7 @@ def measure_parts(inputs: Inputs, mode: Sampled, repeats: int, meter: Meter) -> 
         "forward": captured(lambda: forward.partials(operands, stats=False, workspace=None)),
         "anchor": loss.make_plan,  # not captured: PyTorch operators of the caller's
         "select": captured(loss.select),
-        "total": captured(loss.whole),
+        "all but the anchor": captured(loss.whole),
         **parts(loss),
     }
     times = medians_ms(works, repeats, meter)

@@ -123,21 +123,32 @@ def with_tile(tile: Tile, work: Work) -> Callable[[], object]:
     return run_with_tile
 
 
-def compile_tile(tile: Tile, shape: Shape, dtype: torch.dtype) -> None:
-    """In a process of its own; the compiled kernels stay in Triton's cache. What fails here fails again below."""
+def compile_tile(tile: Tile, shape: Shape, dtype: torch.dtype) -> str | None:
+    """In a process of its own: the compiled kernels stay in Triton's cache, and what fails does no harm elsewhere.
+
+    Returns:
+        Why the tile does not work; None if it does.
+    """
     inputs = bench_logits.make("random", (min(FEW_TOKENS, shape[0]), *shape[1:]), dtype, "cuda")
-    for work in works(inputs).values():
-        try:
+    try:
+        for work in works(inputs).values():
             with_tile(tile, work)()
             torch.cuda.synchronize()
-        except Exception:
-            return
+    except Exception as error:
+        return reason(error)
+    return None
 
 
-def compile_all(tiles: Sequence[Tile], shapes: Sequence[Shape], dtype: torch.dtype, workers: int) -> None:
+def compile_all(
+    tiles: Sequence[Tile], shapes: Sequence[Shape], dtype: torch.dtype, workers: int
+) -> dict[tuple[Shape, Tile], str | None]:
+    """Why which tile does not work, from :func:`compile_tile`."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context) as pool:
-        wait([pool.submit(compile_tile, tile, shape, dtype) for shape in shapes for tile in tiles])
+        tasks = {(shape, tile): pool.submit(compile_tile, tile, shape, dtype) for shape in shapes for tile in tiles}
+        wait(tasks.values())
+    failures = {place: task.exception() for place, task in tasks.items()}
+    return {place: str(failures[place]) if failures[place] else task.result() for place, task in tasks.items()}
 
 
 def measure(shape: Shape, tiles: Sequence[Tile], today: Tile, dtype: torch.dtype, repeats: int) -> list[Measured]:
@@ -215,13 +226,15 @@ def run(options: argparse.Namespace) -> int:
     dtype, shapes = dtype_of(options.dtype), list(dict.fromkeys(options.shape or SHAPES))
     names = {shape: present(shape, dtype) for shape in shapes}
     tiles = list(dict.fromkeys([tile for _, tile in names.values()] + candidates(dtype)))
-    compile_all(tiles, shapes, dtype, options.workers)
     output, classes = open_output(), dict[str, list[list[Measured]]]()
+    reasons = compile_all(tiles, shapes, dtype, options.workers)
     for shape in shapes:
         name, today = names[shape]
-        found = measure(shape, tiles, today, dtype, options.repeats)
-        if found[0].reason is not None:
-            raise UsageError(f"no tile works at {shape}: {found[0].reason}")
+        works_here = [tile for tile in tiles if reasons[shape, tile] is None]
+        if today not in works_here:
+            raise UsageError(f"the present tile {today} does not work at {shape}: {reasons[shape, today]}")
+        found = measure(shape, works_here, today, dtype, options.repeats)
+        found += [Measured(shape, tile, {}, reasons[shape, tile]) for tile in tiles if tile not in works_here]
         classes.setdefault(name, []).append(found)
         show(shape, found, today, options.show, output)
         torch.cuda.empty_cache()
