@@ -1,7 +1,8 @@
 """Tile configurations, and the predicates that choose between the ways of running a kernel.
 
 A configuration is looked up from the architecture, the dtype and the shape class; nothing is tuned at run time, so two
-ranks never pick differently and the first call computes what every later one does.
+ranks never pick differently and the first call computes what every later one does. ``cce-tp tune`` measures candidates
+on the GPU at hand and prints the best as the lines below have them.
 
 The forward and the gradient kernel share one configuration: the gradient recomputes a logit with the same products in
 the same order, so that ``p - 1`` at a confident target is a difference of equal roundings.

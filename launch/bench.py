@@ -22,10 +22,11 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -111,41 +112,44 @@ def measure(kind: str, shape: Shape, plan: Plan, model: Model | None) -> Case:
     products = _products(inputs)
     meter: Meter = GpuMeter(products[ONE_PRODUCT]) if plan.on_gpu else CpuMeter()
 
-    candidates, rows = [], []
-    for method in plan.methods:
-        try:
-            candidates.append(prepare(method, inputs, right, meter))
-        except Exception as error:  # whatever a peer raises is the reason that the table gives
-            rows.append(Row(method.name, _kind(method), method.package, method.version, reason(error)))
-        inputs.clear_gradients()
-        _free_memory(plan)
-
-    for candidate in [candidate for candidate in candidates if plan.graph and candidate.row.kind == "ours"]:
-        row = _in_graph(candidate.row)
-        try:
-            candidates.append(Candidate(row, *graphed(candidate, inputs)))
-        except Exception as error:
-            rows.append(replace(row, reason=reason(error)))
-
+    outcomes = _prepare_all(plan, inputs, right, meter)
+    candidates = [outcome for outcome in outcomes if isinstance(outcome, Candidate)]
     works = dict(products)
     for candidate in candidates:
-        works[f"forward of {candidate.row.method}"] = candidate.forward
-        works[f"both of {candidate.row.method}"] = candidate.both
+        works[_forward_of(candidate.row)], works[_both_of(candidate.row)] = candidate.forward, candidate.both
     timings = in_turns(works, plan.repeats, meter)
-    alone, three = timings[ONE_PRODUCT], timings[THREE_PRODUCTS]
-    measured = [
-        Row(ONE_PRODUCT, "product", "torch", torch.__version__, forward_ms=alone.median_ms, repeats=alone.repeats),
-        Row(THREE_PRODUCTS, "product", "torch", torch.__version__, both_ms=three.median_ms, repeats=three.repeats),
-    ]
-    for candidate in candidates:
-        name = candidate.row.method
-        measured.append(_timed(candidate.row, timings[f"forward of {name}"], timings[f"both of {name}"]))
+    rows = [_product_row(ONE_PRODUCT, timings), _product_row(THREE_PRODUCTS, timings)]
+    rows += [_timed(outcome.row, timings) if isinstance(outcome, Candidate) else outcome for outcome in outcomes]
     parts = _measure_parts(inputs, plan, meter) if plan.parts else None
     return Case(
         shape, kind, str(plan.dtype).removeprefix("torch."),
         torch.cuda.get_device_name() if plan.on_gpu else "CPU",
-        versions(), plan.repeats, right.loss, [*measured, *rows], parts,
+        versions(), plan.repeats, right.loss, rows, parts,
     )  # fmt: skip
+
+
+def _prepare_all(plan: Plan, inputs: Inputs, right: Reference, meter: Meter) -> list[Candidate | Row]:
+    """A candidate for what runs, a row with its reason for what does not."""
+    outcomes: list[Candidate | Row] = []
+    for method in plan.methods:
+        outcome = _attempt(_blank(method), partial(prepare, method, inputs, right, meter))
+        outcomes.append(outcome)
+        if plan.graph and method.ours and isinstance(outcome, Candidate):
+            outcomes.append(_attempt(_in_graph(outcome.row), partial(graphed, outcome, inputs)))
+        inputs.clear_gradients()
+        _free_memory(plan)
+    return outcomes
+
+
+def _attempt(row: Row, make: Callable[[], Candidate]) -> Candidate | Row:
+    try:
+        return make()
+    except Exception as error:  # whatever a peer raises is the reason that the table gives
+        return replace(row, reason=reason(error))
+
+
+def _blank(method: Method) -> Row:
+    return Row(method.name, "ours" if method.ours else "peer", method.package, method.version)
 
 
 def _forget_compiled() -> None:
@@ -169,10 +173,6 @@ def _products(inputs: Inputs) -> dict[str, Work]:
         torch.mm(logits.T, e, out=weight_grad)
 
     return {ONE_PRODUCT: one, THREE_PRODUCTS: three}
-
-
-def _kind(method: Method) -> str:
-    return "ours" if method.ours else "peer"
 
 
 def prepare(method: Method, inputs: Inputs, right: Reference, meter: Meter) -> Candidate:
@@ -204,8 +204,8 @@ def prepare(method: Method, inputs: Inputs, right: Reference, meter: Meter) -> C
     both()
     inputs.clear_gradients()
     both_peak = meter.peak(both)
-    row = Row(
-        method.name, _kind(method), method.package, method.version,
+    row = replace(
+        _blank(method),
         forward_bytes=forward_peak,
         both_bytes=None if both_peak is None else max(0, both_peak - of_gradients),
         loss_error=value - right.loss,
@@ -219,16 +219,34 @@ def _in_graph(row: Row) -> Row:
     return Row(f"{row.method}, CUDA graph", row.kind, row.package, row.version)
 
 
-def graphed(candidate: Candidate, inputs: Inputs) -> tuple[Work, Work]:
-    """Both works, replayed from CUDA graphs."""
+def graphed(candidate: Candidate, inputs: Inputs) -> Candidate:
+    """The same, replayed from CUDA graphs."""
     forward = captured(candidate.forward)
     inputs.clear_gradients()
     both = captured(candidate.both)
     inputs.clear_gradients()  # the graph writes them, without autograd
-    return forward, both
+    return Candidate(_in_graph(candidate.row), forward, both)
 
 
-def _timed(row: Row, forward: Timing, both: Timing) -> Row:
+def _forward_of(row: Row) -> str:
+    return f"forward of {row.method}"
+
+
+def _both_of(row: Row) -> str:
+    return f"both passes of {row.method}"
+
+
+def _product_row(name: str, timings: dict[str, Timing]) -> Row:
+    timing = timings[name]
+    if timing.failure is not None:
+        raise timing.failure
+    row = Row(name, "product", "torch", torch.__version__, repeats=timing.repeats)
+    one = name == ONE_PRODUCT
+    return replace(row, forward_ms=timing.median_ms) if one else replace(row, both_ms=timing.median_ms)
+
+
+def _timed(row: Row, timings: dict[str, Timing]) -> Row:
+    forward, both = timings[_forward_of(row)], timings[_both_of(row)]
     failure = forward.failure or both.failure
     if failure is not None:
         return Row(row.method, row.kind, row.package, row.version, reason(failure))

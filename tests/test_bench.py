@@ -295,6 +295,30 @@ def test_a_whole_run_on_the_cpu(tmp_path: Path) -> None:
         assert rows["Apple cce_exact"].reason, "a peer that can't run is a row with its reason"
 
 
+@pytest.mark.gpu
+def test_a_whole_run_on_the_gpu(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    arguments = ["--shape", "512,3000,256", "--methods", "cce_tp,torch eager", "--workers", "1", "--repeats", "2"]
+    assert cli.main(["bench", *arguments, "--graph", "--parts", "--json", str(path)]) == 0
+    (case,) = bench_results.read_json(path)
+    rows = {row.method: row for row in case.rows}
+    for name in ("cce_tp exact", "cce_tp sampled, eps = 2^-8", "torch eager"):
+        row = rows[name]
+        assert row.reason is None
+        assert row.both_ms
+        assert row.forward_bytes is not None
+        assert row.both_bytes is not None
+        assert row.both_bytes >= row.forward_bytes
+    for name in ("cce_tp exact", "cce_tp sampled, eps = 2^-8"):
+        assert rows[f"{name}, CUDA graph"].reason is None
+        assert rows[f"{name}, CUDA graph"].both_ms
+    eager = rows["torch eager"].both_bytes
+    assert eager is not None
+    assert eager >= 2 * 512 * 3000 * 2, "the logits and their gradient"
+    assert case.parts is not None
+    assert case.parts["milliseconds"]["hot"] > 0
+
+
 def test_what_fails_is_a_row_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(self: Method) -> Any:
         def loss(*_: Any) -> None:
@@ -394,6 +418,22 @@ def test_tiles_that_tune_tries_are_possible_and_distinct() -> None:
     assert len(set(found)) == len(found) > 20
     for tile in found:
         assert tile.stages * tile.inner * (tile.rows + tile.cols) * 2 <= 227 * 1024
+
+
+@pytest.mark.gpu
+def test_tune_on_the_gpu() -> None:
+    from cce_tp.kernels.tiles import Tile
+    from cce_tp.launch import tune
+
+    shape, dtype = (300, 1000, 256), torch.bfloat16
+    name, today = tune.present(shape, dtype)
+    other, impossible = Tile(64, 128, 64, 4, 3), Tile(128, 256, 128, 8, 4)
+    reasons = tune.compile_all([today, other, impossible], [shape], dtype, 2)
+    assert [reasons[shape, tile] is None for tile in (today, other, impossible)] == [True, True, False]
+    found = tune.measure(shape, [today, other], today, dtype, 2)
+    assert {measured.tile for measured in found} == {today, other}
+    assert all(measured.reason is None and measured.total > 0 for measured in found)
+    assert name.startswith("_")
 
 
 def test_a_forced_tile_holds_within() -> None:
