@@ -24,17 +24,18 @@ OWN = {
 """Subcommands made of ``HELP``, ``add_arguments`` and ``run``."""
 TRAIN = "train"
 """Its arguments are the example's own."""
+OF_THE_EXAMPLE = ("matplotlib", "mistral_common", "rich")
 
 
 def example(name: str) -> Path:
-    """A script of the examples, which are not installed but lie beside the package's sources.
+    """A script of the examples, which lie beside ``launch`` in the repository and in the installed package alike.
 
     Raises:
         UsageError: they don't.
     """
     path = Path(__file__).resolve().parent.parent / "examples" / name
     if not path.is_file():
-        raise UsageError(f"{name} is not here: the examples belong to the repository, not to the installed package")
+        raise UsageError(f"{path} is missing: install cce_tp again, or run {name} from the repository")
     return path
 
 
@@ -43,7 +44,12 @@ def train(arguments: list[str]) -> int:
     script = example("pretrain_gpt.py")
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.parent))
-    runpy.run_path(str(script), run_name="__main__")
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except ModuleNotFoundError as error:
+        if error.name not in OF_THE_EXAMPLE:
+            raise
+        raise UsageError(f"train needs the package {error.name}: pip install 'cce_tp[examples]'") from None
     return 0
 
 
