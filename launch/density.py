@@ -27,9 +27,10 @@ BLOCK_BYTES = 64 * 2**20
 SLAB_ROWS = 4096
 WIDENED_BYTES = 768 * 2**20
 """A classifier that is no larger in fp32 is widened once, a larger one slab by slab."""
-PROFILE_TOKENS, PROFILE_RANKS = 1024, 4096
+PROFILE_TOKENS, PROFILE_RANKS = 512, 4096
 RANDOM_ORDERS = 3
 HOT_ROWS = 1024
+EXACT, BF16_LOGITS = "exact", "bf16 logits"
 
 Advance = Callable[[], None]
 
@@ -179,14 +180,14 @@ def _count_temperature(
     picked = p.gather(1, target[:, None])
     top = p.amax(1, keepdim=True)
     total = p.sub_(top).exp_().sum(1, keepdim=True)
-    p.div_(total)
     lse = top + total.log()
     state.loss.append((lse - picked)[:, 0])
 
-    at_target = p.gather(1, target[:, None])
-    torch.ge(p, eps, out=flags)
+    # p still lacks the division by its total, which would be one more walk through memory.
+    at_target = p.gather(1, target[:, None]) / total
+    torch.ge(p, eps * total, out=flags)
     state.entries.append(flags.sum(1))
-    state.tail.append(1.0 - p.mul_(flags).sum(1))
+    state.tail.append(1.0 - p.mul_(flags).sum(1) / total[:, 0])
     # From here on it is |G| >= eps that counts, and at the target G is p - 1.
     forced = 1.0 - at_target >= eps
     flags.scatter_(1, target[:, None], forced.float())
@@ -254,37 +255,34 @@ def random_keep(hits: Tensor) -> float:
     return sum(shares) / len(shares)
 
 
-# -- errors of the gradients, on some of the tokens
+# -- errors of the gradients, on a batch
 
 
 @dataclass
-class GradientError:
-    """Sums of squares of a method's deviation, and of the exact gradients, over all slabs."""
+class _Sums:
+    """Over all slabs: a method's deviation in grad E, the squares of that in grad C, and rows of grad C that are 0."""
 
-    name: str
     input: Tensor
     weight: float = 0.0
+    zero_rows: int = 0
 
-    def relative(self, exact: GradientError) -> tuple[float, float]:
-        """Frobenius, of the gradients of E and C."""
-        return (
-            float(self.input.double().norm() / exact.input.double().norm()),
-            (self.weight / exact.weight) ** 0.5,
-        )
+
+@dataclass(frozen=True)
+class GradientError:
+    """How far a method's gradients are off, relative to the exact ones (Frobenius).
+
+    Attributes:
+        input, weight: of the gradients of E and C.
+        zero_rows: share of the vocabulary whose row of grad C is exactly zero.
+    """
+
+    input: float
+    weight: float
+    zero_rows: float
 
 
 Deviation = Callable[[Tensor, Tensor, Tensor], Tensor]
 """From G, p and z of a slab to what the method's G has too much."""
-
-
-def some_tokens(model: Model, wanted: int) -> Tensor:
-    """Whole tiles of tokens, evenly spread over the text."""
-    tiles = len(model.target) // TILE
-    if wanted >= len(model.target) or tiles == 0:
-        return torch.arange(len(model.target))
-    number = max(1, min(tiles, wanted // TILE))
-    first = torch.arange(number) * tiles // number * TILE
-    return (first[:, None] + torch.arange(TILE)).flatten()
 
 
 def num_slabs(weight: Tensor) -> int:
@@ -296,19 +294,21 @@ def gradient_errors(
     model: Model,
     weight: Tensor,
     density: Density,
-    tokens: Tensor,
+    tokens: int,
     filter_eps: Sequence[float],
     sampler_eps: Sequence[float],
     step: Advance,
-) -> dict[str, tuple[float, float]]:
-    """Relative errors of the gradients of E and C, by method; the vocabulary is walked in mean-logit order."""
-    e, target = model.hidden[tokens].float(), model.target[tokens]
-    order = density.mean_logit.argsort(descending=True)
+) -> dict[str, GradientError]:
+    """By method, on a batch of the first ``tokens`` tokens; the vocabulary is walked in their mean logits' order."""
+    e, target = model.hidden[:tokens].float(), model.target[:tokens]
+    order = _logits(e.mean(0, keepdim=True), weight, torch.empty(1, len(weight)))[0].argsort(descending=True)
     slabs = [order[start : start + SLAB_ROWS] for start in range(0, len(weight), SLAB_ROWS)]
     lse, rounded_lse = _log_sums(e, weight, slabs, step)
-    walker = _Deviations(lse, rounded_lse, density.anchor.r[tokens], density.anchor.hot, len(weight))
-    methods = walker.methods(filter_eps, sampler_eps)
-    results = {name: GradientError(name, torch.zeros_like(e)) for name in ("exact", *methods)}
+    walker = _Deviations(lse, rounded_lse, density.anchor.r[:tokens], density.anchor.hot, len(weight))
+    methods: dict[str, Deviation] = {EXACT: lambda g, p, z: torch.zeros_like(g)}
+    methods |= walker.methods(filter_eps, sampler_eps)
+    sums = {name: _Sums(torch.zeros_like(e)) for name in methods}
+    exact = _Sums(torch.zeros_like(e))
     place = torch.empty(len(weight), dtype=torch.int64)
     place[order] = torch.arange(len(weight))
     for index, rows in enumerate(slabs):
@@ -321,16 +321,26 @@ def gradient_errors(
         onehot[inside, here[inside]] = 1.0
         g = p - onehot
         walker.enter(rows, onehot)
-        _add(results["exact"], g, c, e)
-        for name, deviation in methods.items():
-            _add(results[name], deviation(g, p, z), c, e)
+        _add(exact, g, c, e)
+        for name, method in methods.items():
+            deviation = method(g, p, z)
+            sums[name].zero_rows += int((deviation == -g).all(0).sum())
+            if name != EXACT:
+                _add(sums[name], deviation, c, e)
         step()
-    return {name: error.relative(results["exact"]) for name, error in results.items() if name != "exact"}
+    return {
+        name: GradientError(
+            float(found.input.double().norm() / exact.input.double().norm()),
+            (found.weight / exact.weight) ** 0.5,
+            found.zero_rows / len(weight),
+        )
+        for name, found in sums.items()
+    }
 
 
-def _add(error: GradientError, g: Tensor, c: Tensor, e: Tensor) -> None:
-    error.input.addmm_(g, c)
-    error.weight += float((g.T @ e).double().square().sum())
+def _add(sums: _Sums, g: Tensor, c: Tensor, e: Tensor) -> None:
+    sums.input.addmm_(g, c)
+    sums.weight += float((g.T @ e).double().square().sum())
 
 
 def _log_sums(e: Tensor, weight: Tensor, slabs: Sequence[Tensor], step: Advance) -> tuple[Tensor, Tensor]:
@@ -361,8 +371,8 @@ class _Deviations:
 
     def methods(self, filter_eps: Sequence[float], sampler_eps: Sequence[float]) -> dict[str, Deviation]:
         found: dict[str, Deviation] = {
-            "G rounded to bf16": lambda g, p, z: g.bfloat16().float() - g,
-            "logits rounded to bf16": lambda g, p, z: self._rounded_logits(z) - p,
+            "bf16 G": lambda g, p, z: g.bfloat16().float() - g,
+            BF16_LOGITS: lambda g, p, z: self._rounded_logits(z) - p,
         }
         for eps in filter_eps:
             found[f"tile filter {eps}"] = lambda g, p, z, eps=eps: self._filtered(g, eps)  # type: ignore[misc]

@@ -1,28 +1,43 @@
 """How peaked a model is on a text, and what each backward mode would make of that: work, error, time.
 
-Give it the hidden states before the head, the labels, and the head (.npz or .safetensors):
+Give it a Hugging Face folder and text files, or what was saved of a model, as .npz or .safetensors: the head, and the
+hidden states before it with their labels:
 
+    cce-tp keep-rate --model SmolLM2-135M/ --text docs/*.txt --out pictures/
     cce-tp keep-rate --head head.npz --hidden hidden.npz --out pictures/
 
 A head is an array weight [V, D], or q int8 [V, D] with scale [V, D / block]; hidden states are hidden [N, D] or e_bf16
-(an int16 view of bf16), labels are targets [N], negative where there is none. All is computed on the CPU in fp32, in
-blocks; the temperature divides the logits: below 1, the model is as much more certain.
+(an int16 view of bf16), labels are targets [N], negative where there is none. The head is taken in the hidden states'
+dtype; all is counted on the CPU in fp32, in blocks. The temperature divides the logits: below 1, the model is as much
+more certain.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from . import cost_model
 from . import density as counting
-from .console import Output, add_json, existing_file, positive, power_of_two, probability, pyplot, write_json
-from .density import TILE, Density, orders
+from .console import (
+    Output,
+    UsageError,
+    add_json,
+    existing_file,
+    existing_folder,
+    positive,
+    power_of_two,
+    probability,
+    pyplot,
+    write_json,
+)
+from .cost_model import Costs
+from .density import BF16_LOGITS, TILE, Density, GradientError, orders
 from .model_files import Model, load_model
 
 HELP = "how peaked a model is on a text, and what each backward mode would make of it"
@@ -31,74 +46,15 @@ PAPER_EPS = 2.0**-12
 FILTER_EPS = (2.0**-12, 2.0**-9)
 SAMPLER_EPS = (2.0**-12, 2.0**-10, 2.0**-9, 2.0**-8)
 GRADIENT_TOKENS = 1024
-FLOP_PER_BYTE = 100.0
-"""Of a GPU whose products are not measured here: what it multiplies and adds while it gathers a byte of a row. (An
-H200's products run at 670 TFLOP/s, and its scattered rows arrive at some 6 TB/s, many of them from its cache.)"""
+FOLDER_TOKENS, SEQ_LEN = 8192, 1024
 WORTH_IT = 0.8
 """Sampled is recommended where it takes at most so much of exact's time."""
 
 
-@dataclass(frozen=True)
-class Unit:
-    """What the cost model's parts take, in ``name``: the three products, and each sampled entry of one gradient."""
-
-    name: str
-    logits: float
-    grad_e: float
-    grad_c: float
-    entry: float
-
-    @property
-    def rest(self) -> float:
-        """What the backward pass does: the logits again, and the two gradients."""
-        return self.logits + self.grad_e + self.grad_c
-
-
-def by_counting(model: Model) -> Unit:
-    """In products, for a machine that is not here."""
-    product = 2 * len(model.target) * model.weight.numel()
-    bytes_per_entry = 2 * model.weight.shape[1]
-    return Unit("products", 1.0, 1.0, 1.0, bytes_per_entry * FLOP_PER_BYTE / product)
-
-
-def by_measuring(model: Model) -> Unit:
-    """In milliseconds of this machine's GPU, in bf16."""
-    from .measure import median_ms
-
-    e, c = (x.to("cuda", torch.bfloat16) for x in (model.hidden, model.weight))
-    g = torch.empty(len(e), len(c), dtype=torch.bfloat16, device="cuda")
-    entries = torch.randint(len(c), (len(e), 64), device="cuda")
-    ones = torch.ones(entries.shape, dtype=torch.bfloat16, device="cuda")
-
-    def gather() -> Tensor:
-        return torch.nn.functional.embedding_bag(entries, c, per_sample_weights=ones, mode="sum")
-
-    logits = median_ms(lambda: torch.mm(e, c.T, out=g), 10)
-    g.zero_()
-    grad_e, grad_c = median_ms(lambda: g @ c, 10), median_ms(lambda: g.T @ e, 10)
-    return Unit("ms", logits, grad_e, grad_c, median_ms(gather, 10) / entries.numel())
-
-
-def predict(unit: Unit, model: Model, tiles_kept: float, entries: dict[float, float]) -> dict[str, float]:
-    """Forward + k x the rest, for each mode; k of the sampled one is made of hot rows and entries."""
-    rows = len(model.weight)
-    hot = min(counting.HOT_ROWS, rows)
-    # The anchor looks at as many rows again beside the hot ones.
-    dense = min(1.0, 2 * hot / rows) * unit.logits + hot / rows * unit.rest
-    times = {
-        "exact": unit.logits + unit.rest,
-        f"tile filter {power_of_two(PAPER_EPS)}": unit.logits + tiles_kept * unit.rest,
-    }
-    for eps, kept in entries.items():
-        times[f"sampled {power_of_two(eps)}"] = unit.logits + dense + 2 * kept * len(model.target) * unit.entry
-    return times
-
-
-def recommend(times: dict[str, float], errors: dict[str, list[float]], tiles_kept: float) -> str:
+def recommend(times: dict[str, float], errors: dict[str, GradientError], tiles_kept: float) -> str:
     """One sentence."""
-    exact = times["exact"]
-    noise = errors["logits rounded to bf16"][0]
-    quiet = [n for n in times if n.startswith("sampled") and errors[n][0] <= noise and times[n] <= WORTH_IT * exact]
+    exact, noise = times["exact"], errors[BF16_LOGITS].input
+    quiet = [n for n in times if n.startswith("sampled") and errors[n].input <= noise and times[n] <= WORTH_IT * exact]
     tiles = f"a tile filter would still work on {tiles_kept:.0%} of the tiles"
     if not quiet:
         return (
@@ -108,48 +64,95 @@ def recommend(times: dict[str, float], errors: dict[str, list[float]], tiles_kep
     best = min(quiet, key=lambda name: times[name])
     mode = f"cce_tp.Sampled(eps={best.removeprefix('sampled ').replace('^', '**')})"
     return (
-        f"Use backward={mode} where speed counts: its noise (grad E {errors[best][0]:.1e}) is below bf16 logits' "
+        f"Use backward={mode} where speed counts: its noise (grad E {errors[best].input:.1e}) is below bf16 logits' "
         f"({noise:.1e}) at {times[best] / exact:.0%} of exact's time, while {tiles}; and backward='exact' where rare "
         f"rows of the vocabulary must move at every step."
     )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--head", type=existing_file, required=True, metavar="FILE", help="the classifier")
-    parser.add_argument(
-        "--hidden",
-        type=existing_file,
-        required=True,
-        metavar="FILE",
-        help="hidden states and labels; may be the same file",
+    saved = parser.add_argument_group("what was saved of a model")
+    saved.add_argument("--head", type=existing_file, metavar="FILE", help="the classifier")
+    saved.add_argument(
+        "--hidden", type=existing_file, metavar="FILE", help="hidden states and labels; may be the same file"
     )
-    parser.add_argument("--tokens", type=positive, help="use only the first so many")
+    folder = parser.add_argument_group("or a model that is run here")
+    folder.add_argument("--model", type=existing_folder, metavar="DIR", help="a Hugging Face folder")
+    folder.add_argument("--text", type=existing_file, nargs="+", metavar="FILE", help="text files, in UTF-8")
+    folder.add_argument("--seq-len", type=positive, metavar="TOKENS", help=f"of a window (default: {SEQ_LEN})")
+    parser.add_argument(
+        "--tokens",
+        type=positive,
+        help=f"use only the first so many (default: all that were saved, or {FOLDER_TOKENS:,} of the text)",
+    )
     parser.add_argument("--eps", type=probability, default=PAPER_EPS, help="of density and tiles (default: 2^-12)")
     parser.add_argument(
         "--gradient-tokens",
         type=positive,
         default=GRADIENT_TOKENS,
-        help=f"tokens, evenly spread, on which errors of gradients are measured (default: {GRADIENT_TOKENS})",
+        help=f"the batch, from the first token on, whose gradients are compared (default: {GRADIENT_TOKENS})",
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the pictures; without it, there are none")
     add_json(parser)
+
+
+def read_model(options: argparse.Namespace, output: Output) -> Model:
+    """From files, or from a folder and text.
+
+    Raises:
+        UsageError: neither is given, or something does not fit.
+    """
+    saved = {"--head": options.head, "--hidden": options.hidden}
+    run_here = {"--model": options.model, "--text": options.text, "--seq-len": options.seq_len}
+    given = [name for name, value in {**saved, **run_here}.items() if value is not None]
+    if all(value is not None for value in saved.values()) and len(given) == len(saved):
+        model = load_model(options.head, options.hidden)
+        if options.tokens is None:
+            return model
+        return Model(model.hidden[: options.tokens], model.weight, model.target[: options.tokens])
+    if options.model is None or options.text is None or set(given) & set(saved):
+        raise UsageError(f"give --head and --hidden, or --model and --text, not {', '.join(given) or 'nothing'}")
+    from .model_folder import load_folder
+
+    return load_folder(
+        options.model,
+        options.text,
+        options.seq_len or SEQ_LEN,
+        options.tokens or FOLDER_TOKENS,
+        lambda windows: output.bar("model", windows),
+        "cuda" if torch.cuda.is_available() else "cpu",
+    )
+
+
+def make_folder(path: Path) -> None:
+    """
+    Raises:
+        UsageError: it cannot be made.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--out {path} cannot be made: {error.strerror}") from None
 
 
 def run(options: argparse.Namespace) -> int:
     output = Output()
     if options.out is not None:
         pyplot()  # better missed now than after the work
-        options.out.mkdir(parents=True, exist_ok=True)
-    model = load_model(options.head, options.hidden)
-    if options.tokens is not None:
-        model = Model(model.hidden[: options.tokens], model.weight, model.target[: options.tokens])
+        make_folder(options.out)
+    model = read_model(options, output)
     weight = counting.widened(model.weight)
     with output.bar("count", counting.num_blocks(model)) as bar:
         found = counting.count(model, weight, TEMPERATURES, options.eps, SAMPLER_EPS, bar.advance)
-    tokens = counting.some_tokens(model, options.gradient_tokens)
+    batch, filter_eps = min(options.gradient_tokens, len(model.target)), sorted({options.eps, *FILTER_EPS})
     with output.bar("gradients", counting.num_slabs(weight)) as bar:
-        errors = counting.gradient_errors(model, weight, found, tokens, FILTER_EPS, SAMPLER_EPS, bar.advance)
-    results = summarize(model, found, errors, options.eps, len(tokens))
+        errors = counting.gradient_errors(model, weight, found, batch, filter_eps, SAMPLER_EPS, bar.advance)
+    del weight
+    if torch.cuda.is_available():
+        costs = cost_model.by_measuring(model, SAMPLER_EPS)
+    else:
+        costs = cost_model.by_counting(len(model.target), *model.weight.shape)
+    results = summarize(model, found, errors, costs, options.eps, batch)
     show(output, results)
     if options.out is not None:
         from .keep_rate_pictures import draw
@@ -161,7 +164,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def summarize(
-    model: Model, found: Density, errors: dict[str, tuple[float, float]], eps: float, gradient_tokens: int
+    model: Model, found: Density, errors: dict[str, GradientError], costs: Costs, eps: float, batch: int
 ) -> dict[str, Any]:
     """All figures."""
     vocabulary = len(model.weight)
@@ -185,41 +188,41 @@ def summarize(
                 },
             }
         )
-    named = {_named(name): list(error) for name, error in errors.items()}
+    named = {_named(name): error for name, error in errors.items()}
     kept = {state.eps: float(torch.cat(state.kept).mean()) for state in found.sampler}
-    tiles_kept = temperatures[0]["tiles"]["mean logit"]  # type: ignore[index]
-    unit = by_measuring(model) if torch.cuda.is_available() else by_counting(model)
-    times = predict(unit, model, tiles_kept, kept)
+    tiles_kept = float(orders(found, found.at[0])[1].tiles(found.at[0].hits).float().mean())
+    times = cost_model.predict(costs, {eps: tiles_kept}, kept)
     return {
         "tokens": len(model.target),
         "vocabulary": vocabulary,
         "hidden": model.weight.shape[1],
+        "dtype": str(model.hidden.dtype).removeprefix("torch."),
         "eps": eps,
         "temperatures": temperatures,
-        "gradient_tokens": gradient_tokens,
-        "errors": named,
-        "zero_rows": zero_rows(model, found),
+        "gradient_tokens": batch,
+        "errors": {name: asdict(error) for name, error in named.items()},
+        "zero_rows": zero_rows(model, found, eps),
         "sampled_entries": {power_of_two(value): mean for value, mean in kept.items()},
-        "time_unit": unit.name,
-        "times": times,
-        "recommendation": recommend(times, named, tiles_kept),
+        "costs": asdict(costs),
+        "predicted_ms": times,
+        "measured_ms": costs.measured,
+        "recommendation": recommend(times | costs.measured, named, tiles_kept),
     }
 
 
 def _named(method: str) -> str:
     """With eps as a power of two."""
-    head, _, last = method.rpartition(" ")
-    return method if last == "bf16" else f"{head} {power_of_two(float(last))}"
+    kind, _, last = method.rpartition(" ")
+    return f"{kind} {power_of_two(float(last))}" if kind in ("tile filter", "sampled") else method
 
 
-def zero_rows(model: Model, found: Density) -> dict[str, float]:
-    """Share of the vocabulary whose row of grad C is exactly zero, over all tokens."""
+def zero_rows(model: Model, found: Density, eps: float) -> dict[str, float]:
+    """Share of the vocabulary whose row of grad C is exactly zero, over all tokens; the filter in mean-logit order."""
     state = found.at[0]
-    order = found.mean_logit.argsort(descending=True)
-    used = counting.Order("mean logit", order).tiles(state.hits).any(0)
-    left_out = len(order) - int(used.repeat_interleave(TILE)[: len(order)].sum())
-    shares = {"tile filter": left_out / len(order)}
-    certain = torch.zeros(len(order), dtype=torch.bool)
+    order = orders(found, state)[1]
+    used = order.tiles(state.hits).any(0).repeat_interleave(TILE)[: len(model.weight)]
+    shares = {f"tile filter {power_of_two(eps)}": float((~used).float().mean())}
+    certain = torch.zeros(len(model.weight), dtype=torch.bool)
     certain[found.anchor.hot] = True
     certain[model.target] = True
     for sampler in found.sampler:
@@ -227,8 +230,10 @@ def zero_rows(model: Model, found: Density) -> dict[str, float]:
     return shares
 
 
-def _percent(share: float) -> str:
-    return f"{share:.2%}" if share < 0.1 else f"{share:.0%}"
+def _percent(share: float | None) -> str:
+    if share is None:
+        return ""
+    return "0" if share == 0 else f"{share:.1%}"
 
 
 def show(output: Output, results: dict[str, Any]) -> None:
@@ -266,28 +271,30 @@ def show(output: Output, results: dict[str, Any]) -> None:
 
 
 def _show_methods(output: Output, results: dict[str, Any]) -> None:
-    errors, times, zero, entries = (results[name] for name in ("errors", "times", "zero_rows", "sampled_entries"))
-    exact, unit = times["exact"], results["time_unit"]
+    predicted, measured, entries = results["predicted_ms"], results["measured_ms"], results["sampled_entries"]
     rows = []
-    for name in ("exact", *errors):
-        error = errors.get(name, (0.0, 0.0))
-        first, _, eps = name.rpartition(" ")
-        zero_rows_of = zero.get(name, zero.get(first) if eps == power_of_two(PAPER_EPS) else None)
-        rows.append(
-            (
-                name,
-                *(f"{value:.1e}" if value else "0" for value in error),
-                "" if zero_rows_of is None else _percent(zero_rows_of),
-                f"{entries[eps]:.0f}" if name.startswith("sampled") else "",
-                f"{times[name]:.2f} ({times[name] / exact:.0%})" if name in times else "",
-            )
-        )
-    columns = ("backward", "error of grad E", "of grad C", "rows of grad C = 0", "entries a row", f"time, {unit}")
-    output.table("Against exact gradients in fp32", columns, rows)
-    where = "measured products" if unit == "ms" else "in units of one logits product of a GPU"
+    for name, error in results["errors"].items():
+        kept = entries.get(name.removeprefix("sampled "))
+        row = [
+            name,
+            *(f"{error[gradient]:.1e}" if error[gradient] else "0" for gradient in ("input", "weight")),
+            _percent(error["zero_rows"]),
+            _percent(results["zero_rows"].get(name)),
+            "" if kept is None else f"{kept:.0f}",
+            _share(predicted, name),
+        ]
+        rows.append([*row, _share(measured, name)] if measured else row)
+    batch = f"{results['gradient_tokens']:,} tokens"
+    columns = ["backward", "grad E off by", "grad C off by", "zero rows", "... all tokens", "entries a row"]
+    columns += ["predicted, ms", "measured, ms"] if measured else ["predicted, ms"]
+    output.table(f"Against exact gradients in fp32, on a batch of the first {batch}", columns, rows)
     output.say(
-        f"Errors are relative (Frobenius), on {results['gradient_tokens']:,} tokens spread over the text; the noise of "
-        f"sampled in grad C falls with the root of the tokens of a step. Tiles are in mean-logit order. Entries are "
-        f"beside hot rows and targets. Time: forward + k x the rest, {where}. (The tile filter is not available in "
-        f"this version.)"
+        f"Errors are relative (Frobenius); the noise of sampled in grad C falls with the root of the tokens of a step. "
+        f"Zero rows: vocabulary rows of grad C that are exactly zero, after this batch and after all tokens at once. "
+        f"Tiles are in mean-logit order. Entries are what the sampler keeps beside hot rows and targets. Times: loss "
+        f"and gradients of all tokens in bf16, on {results['costs']['device']}."
     )
+
+
+def _share(times: dict[str, float], name: str) -> str:
+    return f"{times[name]:.2f} ({times[name] / times['exact']:.0%})" if name in times else ""

@@ -108,7 +108,15 @@ def load_model(head: Path, hidden: Path) -> Model:
     e = _hidden(hidden, arrays)
     if "targets" not in arrays:
         raise UsageError(f"{hidden} has no array targets")
-    target = arrays["targets"]
+    return checked(e, c, arrays["targets"])
+
+
+def checked(e: Tensor, c: Tensor, target: Tensor) -> Model:
+    """The classifier in the hidden states' dtype, as the loss wants it.
+
+    Raises:
+        UsageError: something does not fit.
+    """
     if e.dim() != 2 or c.dim() != 2 or not e.is_floating_point() or not c.is_floating_point():
         raise UsageError(f"hidden states {list(e.shape)} {e.dtype} and classifier {list(c.shape)} {c.dtype} are no fit")
     if e.shape[1] != c.shape[1]:
@@ -123,4 +131,4 @@ def load_model(head: Path, hidden: Path) -> Model:
         raise UsageError(f"target {int(target.max())} is outside the vocabulary of {len(c)}")
     if not (bool(e.isfinite().all()) and bool(c.isfinite().all())):
         raise UsageError("hidden states or classifier hold values that are not finite")
-    return Model(e, c, target)
+    return Model(e, c.to(e.dtype), target)
