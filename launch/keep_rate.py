@@ -107,9 +107,8 @@ def read_model(options: argparse.Namespace, output: Output) -> Model:
     given = [name for name, value in {**saved, **run_here}.items() if value is not None]
     if all(value is not None for value in saved.values()) and len(given) == len(saved):
         model = load_model(options.head, options.hidden)
-        if options.tokens is None:
-            return model
-        return Model(model.hidden[: options.tokens], model.weight, model.target[: options.tokens])
+        e, target = model.hidden[: options.tokens], model.target[: options.tokens]
+        return Model(e, model.weight.to(e.dtype), target)
     if options.model is None or options.text is None or set(given) & set(saved):
         raise UsageError(f"give --head and --hidden, or --model and --text, not {', '.join(given) or 'nothing'}")
     from .model_folder import load_folder

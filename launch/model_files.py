@@ -112,10 +112,10 @@ def load_model(head: Path, hidden: Path) -> Model:
 
 
 def checked(e: Tensor, c: Tensor, target: Tensor) -> Model:
-    """The classifier in the hidden states' dtype, as the loss wants it.
+    """What the three make together.
 
     Raises:
-        UsageError: something does not fit.
+        UsageError: they do not fit.
     """
     if e.dim() != 2 or c.dim() != 2 or not e.is_floating_point() or not c.is_floating_point():
         raise UsageError(f"hidden states {list(e.shape)} {e.dtype} and classifier {list(c.shape)} {c.dtype} are no fit")
@@ -131,4 +131,4 @@ def checked(e: Tensor, c: Tensor, target: Tensor) -> Model:
         raise UsageError(f"target {int(target.max())} is outside the vocabulary of {len(c)}")
     if not (bool(e.isfinite().all()) and bool(c.isfinite().all())):
         raise UsageError("hidden states or classifier hold values that are not finite")
-    return Model(e, c.to(e.dtype), target)
+    return Model(e, c, target)
