@@ -116,8 +116,9 @@ def measure(kind: str, shape: Shape, plan: Plan, model: Model | None) -> Case:
     candidates = [outcome for outcome in outcomes if isinstance(outcome, Candidate)]
     works = dict(products)
     for candidate in candidates:
-        works[_forward_of(candidate.row)], works[_both_of(candidate.row)] = candidate.forward, candidate.both
-    timings = in_turns(works, plan.repeats, meter)
+        works |= zip(_names(candidate.row), (candidate.forward, candidate.both), strict=True)
+    peers_works = [name for each in candidates if each.row.kind == "peer" for name in _names(each.row)]
+    timings = in_turns(works, plan.repeats, meter, peers_works)
     rows = [_product_row(ONE_PRODUCT, timings), _product_row(THREE_PRODUCTS, timings)]
     rows += [_timed(outcome.row, timings) if isinstance(outcome, Candidate) else outcome for outcome in outcomes]
     parts = _measure_parts(inputs, plan, meter) if plan.parts else None
@@ -228,12 +229,9 @@ def graphed(candidate: Candidate, inputs: Inputs) -> Candidate:
     return Candidate(_in_graph(candidate.row), forward, both)
 
 
-def _forward_of(row: Row) -> str:
-    return f"forward of {row.method}"
-
-
-def _both_of(row: Row) -> str:
-    return f"both passes of {row.method}"
+def _names(row: Row) -> tuple[str, str]:
+    """Of a method's two works: the forward pass, and both."""
+    return f"forward of {row.method}", f"both passes of {row.method}"
 
 
 def _product_row(name: str, timings: dict[str, Timing]) -> Row:
@@ -246,7 +244,7 @@ def _product_row(name: str, timings: dict[str, Timing]) -> Row:
 
 
 def _timed(row: Row, timings: dict[str, Timing]) -> Row:
-    forward, both = timings[_forward_of(row)], timings[_both_of(row)]
+    forward, both = (timings[name] for name in _names(row))
     failure = forward.failure or both.failure
     if failure is not None:
         return Row(row.method, row.kind, row.package, row.version, reason(failure))
@@ -328,7 +326,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", type=existing_folder, metavar="DIR", help="a model's head and hidden states")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--eps", type=probability, default=2.0**-8, help="of the sampled mode")
-    parser.add_argument("--repeats", type=positive, default=20, help="runs of each method, a quarter above 50 ms")
+    parser.add_argument(
+        "--repeats", type=positive, default=20, help="runs of each method; a quarter for peers above 50 ms"
+    )
     parser.add_argument(
         "--methods", metavar="TEXT,...", help="only those whose names contain one of these (any case)"
     )  # fmt: skip

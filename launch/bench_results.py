@@ -262,7 +262,7 @@ def _markdown_of(cases: Sequence[Case]) -> str:
     errors = [[_name(row), *(_error_cell(_find(case, row.method)) for case in cases)] for row in _methods(cases)]
     text = (
         f"{first.device}, {first.dtype}, {first.logits} logits; {versions}{peers}. Medians of {first.repeats} runs in "
-        f"turns (a quarter as many of what takes over 50 ms).\n\n"
+        f"turns (a quarter as many of peers that take over 50 ms).\n\n"
         f"Forward / forward + backward in units of G, the bare logits product by the library in the same turns; peak "
         f"memory above inputs and gradients in MiB:\n\n"
         f"{_markdown_table(['N, V, D', *shapes], times)}\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,7 +13,7 @@ import torch
 Work = Callable[[], object]
 
 SLOW_MS = 50.0
-"""What takes longer is repeated a quarter as often, but at least ``FEWEST`` times."""
+"""What takes longer, and may be, is repeated a quarter as often, but at least ``FEWEST`` times."""
 FEWEST = 5
 HEAD_START_MS = 4.0
 
@@ -84,18 +84,18 @@ class Timing:
     failure: Exception | None = None
 
 
-def in_turns(works: dict[str, Work], repeats: int, meter: Meter) -> dict[str, Timing]:
+def in_turns(works: dict[str, Work], repeats: int, meter: Meter, patient: Container[str] = ()) -> dict[str, Timing]:
     """Every work once, then every work again, beginning with another one each time.
 
     The clock falls as a device warms up, and a short work suffers from a hot one before it: so no work may have its
-    turn only late, or only behind the same one. Slow works sit out some of the turns.
+    turn only late, or only behind the same one. The patient ones, where they are slow, sit out some of the turns.
     """
     times: dict[str, list[float]] = {name: [] for name in works}
     wanted = dict.fromkeys(works, repeats)
     failures: dict[str, Exception] = {}
     for name, work in works.items():
         try:
-            if meter.milliseconds(work) > SLOW_MS:
+            if meter.milliseconds(work) > SLOW_MS and name in patient:
                 wanted[name] = min(repeats, max(FEWEST, repeats // 4))
         except Exception as error:  # whatever a peer raises, the others go on
             failures[name] = error

@@ -185,10 +185,10 @@ def test_works_take_turns() -> None:
         order.append("broken")
         raise RuntimeError("no")
 
-    works = {"a": work("a", 1.0), "broken": broken, "slow": work("slow", 51.0), "b": work("b", 2.0)}
-    timings = in_turns(works, 24, Script())
+    works = {"a": work("a", 1.0), "broken": broken, "slow": work("slow", 51.0), "b": work("b", 60.0)}
+    timings = in_turns(works, 24, Script(), ["slow", "a"])
     assert {name: timing.repeats for name, timing in timings.items()} == {"a": 24, "broken": 0, "slow": 6, "b": 24}
-    assert [timings[name].median_ms for name in ("a", "slow", "b")] == [1.0, 51.0, 2.0]
+    assert [timings[name].median_ms for name in ("a", "slow", "b")] == [1.0, 51.0, 60.0]
     assert isinstance(timings["broken"].failure, RuntimeError)
     assert order.count("broken") == 1, "what has failed is left alone"
     assert order[4:13] == ["a", "b", "b", "a", "b", "a", "b", "a", "slow"]
