@@ -326,9 +326,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", type=existing_folder, metavar="DIR", help="a model's head and hidden states")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--eps", type=probability, default=2.0**-8, help="of the sampled mode")
-    parser.add_argument(
-        "--repeats", type=positive, default=20, help="runs of each method; a quarter for peers above 50 ms"
-    )
+    parser.add_argument("--repeats", type=positive, default=20, help="runs of each; a quarter for peers above 50 ms")
     parser.add_argument(
         "--methods", metavar="TEXT,...", help="only those whose names contain one of these (any case)"
     )  # fmt: skip

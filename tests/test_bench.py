@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,17 @@ import cce_tp
 from cce_tp.launch import bench, bench_logits, bench_results, cli, console, runtime
 from cce_tp.launch.accuracy import Accuracy, accuracy
 from cce_tp.launch.bench_logits import Inputs
-from cce_tp.launch.bench_peers import AppleCCE, DeepSpeed, Megatron, Method, Ours, Torch, TorchLinearCrossEntropy, peers
+from cce_tp.launch.bench_peers import (
+    AppleCCE,
+    DeepSpeed,
+    Megatron,
+    Method,
+    Ours,
+    Torch,
+    TorchLinearCrossEntropy,
+    ours,
+    peers,
+)
 from cce_tp.launch.bench_results import BEGIN, END, ONE_PRODUCT, THREE_PRODUCTS, Case, Row
 from cce_tp.launch.measure import CpuMeter, in_turns
 from cce_tp.launch.model_files import Model
@@ -73,9 +84,10 @@ def test_adapters_compute_the_mean_loss(method: Method, kind: str) -> None:
     assert relative_error(inputs.weight.grad, of_weight) < 1e-5
 
 
-def test_every_peer_has_a_name_of_its_own() -> None:
-    names = [method.name for method in peers()]
-    assert len(set(names)) == len(names)
+def test_every_method_has_a_name_of_its_own() -> None:
+    every = [*ours(2.0**-8), *peers()]
+    assert len({method.name for method in every}) == len(every)
+    assert pickle.loads(pickle.dumps(every)) == every, "they are sent to the processes that compile ahead"
 
 
 # -- against what
@@ -103,9 +115,9 @@ def test_the_reference_is_made_block_by_block(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("kind", ["random", "one-hot"])
 def test_sampled_gradients_have_the_noise_of_the_closed_form(kind: str) -> None:
-    """The mean square over many seeds; a dozen degrees of freedom would already tell a factor of 2."""
+    """The mean square over many seeds. Chance and the hot rows each decide about half of the entries."""
     inputs = make(kind)
-    mode = cce_tp.Sampled(eps=2.0**-4, reference_rows=8, entries_per_token=SHAPE[1])
+    mode = cce_tp.Sampled(eps=2.0**-6, reference_rows=48, entries_per_token=SHAPE[1])
     right = reference(inputs)
     squares = torch.zeros(2, dtype=torch.float64)
     seeds = 100
@@ -116,7 +128,7 @@ def test_sampled_gradients_have_the_noise_of_the_closed_form(kind: str) -> None:
         assert inputs.weight.grad is not None
         squares += torch.tensor(right.errors(inputs.hidden.grad, inputs.weight.grad)).double().square() / seeds
     noise = torch.tensor(sampling_noise(inputs, mode, right)).double()
-    assert (squares.sqrt() / noise).tolist() == pytest.approx([1.0, 1.0], rel=0.08)
+    assert (squares.sqrt() / noise).tolist() == pytest.approx([1.0, 1.0], rel=0.04)
 
 
 def test_worst_tokens() -> None:
