@@ -394,6 +394,8 @@ def _check(options: argparse.Namespace) -> None:
         raise UsageError("--graph and --parts need --device cuda")
     if "realistic" in (options.logits or ()) and options.data is None:
         raise UsageError("--logits realistic needs --data DIR")
+    if options.data is not None and "realistic" not in (options.logits or ("realistic",)):
+        raise UsageError(f"--data is for realistic logits, and --logits says {' and '.join(options.logits)}")
     if options.workers is not None and options.workers < 0:
         raise UsageError(f"--workers {options.workers} is negative")
     if runtime.discover().world_size > 1:

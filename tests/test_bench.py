@@ -352,6 +352,7 @@ def test_what_fails_is_a_row_with_its_reason(monkeypatch: pytest.MonkeyPatch) ->
         (["bench", "--logits", "x"], "invalid choice: 'x'"),
         (["bench", "--device", "cpu", "--logits", "realistic"], "--logits realistic needs --data DIR"),
         (["bench", "--device", "cpu", "--data", "{tmp}"], "has no file smollm2_head.npz"),
+        (["bench", "--device", "cpu", "--data", "{tmp}", "--logits", "random"], "--data is for realistic logits, and"),
         (["bench", "--device", "cpu", "--methods", "exact,nonsense"], "--methods: no name contains 'nonsense': cce_tp"),
         (["bench", "--device", "cpu", "--methods", ","], "--methods names none"),
         (["bench", "--device", "cpu", "--graph"], "--graph and --parts need --device cuda"),
