@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.metadata
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import torch
@@ -82,8 +82,7 @@ class Ours(Method):
 
     @property
     def name(self) -> str:
-        eps = getattr(self.mode, "eps", None)
-        return f"cce_tp {type(self.mode).__name__.lower()}" + ("" if eps is None else f", eps = {power_of_two(eps)}")
+        return ", ".join([f"cce_tp {type(self.mode).__name__.lower()}", *_options(self.mode)])
 
     @property
     def version(self) -> str | None:
@@ -91,6 +90,18 @@ class Ours(Method):
 
     def load(self) -> Loss:
         return lambda e, c, y: cce_tp.linear_cross_entropy(e, c, y, backward=self.mode)
+
+
+def _options(mode: Backward) -> list[str]:
+    """eps, and whatever is not as usual; a seed makes no difference that matters here."""
+    found = []
+    for option in fields(mode):
+        value = getattr(mode, option.name)
+        if option.name == "eps":
+            found.append(f"eps = {power_of_two(value)}")
+        elif option.name != "seed" and value != option.default:
+            found.append(f"{option.name} = {value}")
+    return found
 
 
 @dataclass(frozen=True)

@@ -90,6 +90,12 @@ def test_every_method_has_a_name_of_its_own() -> None:
     assert pickle.loads(pickle.dumps(every)) == every, "they are sent to the processes that compile ahead"
 
 
+def test_names_say_what_is_not_as_usual() -> None:
+    assert Ours(cce_tp.Exact()).name == "cce_tp exact"
+    mode = cce_tp.Sampled(eps=0.3, seed=5, reference_rows=7)
+    assert Ours(mode).name == "cce_tp sampled, eps = 0.3, reference_rows = 7"
+
+
 # -- against what
 
 
