@@ -35,7 +35,11 @@ def _bars(axes: Any, rows: Sequence[Row], values: Sequence[tuple[float, float]],
         axes.barh(place - 0.2, forward, 0.38, color=FORWARD, label="forward" if place == 0 else None)
         axes.barh(place + 0.2, both, 0.38, color=OURS if row.kind == "ours" else BOTH)
         axes.annotate(
-            f"{both:.3g}", (max(both, forward), place), xytext=(3, 0), textcoords="offset points", va="center"
+            f"{both:,.0f}" if both >= 100 else f"{both:.3g}",
+            (max(both, forward), place),
+            xytext=(3, 0),
+            textcoords="offset points",
+            va="center",
         )
     axes.set_yticks(range(len(rows)), [row.method for row in rows])
     axes.invert_yaxis()
@@ -59,5 +63,5 @@ def _memory(axes: Any, rows: Sequence[Row]) -> None:
     values = [tuple(max(1.0, (size or 0) / MIB) for size in (row.forward_bytes, row.both_bytes)) for row in rows]
     _bars(axes, rows, [(forward, both) for forward, both in values], "peak memory above inputs and gradients, MiB")
     axes.set_xscale("log")
-    axes.set_xlim(left=0.5)
+    axes.set_xlim(0.5, 4 * max([1.0, *(max(both) for both in values)]))
     axes.set_yticklabels([])
