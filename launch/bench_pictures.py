@@ -34,13 +34,9 @@ def _bars(axes: Any, rows: Sequence[Row], values: Sequence[tuple[float, float]],
     for place, (row, (forward, both)) in enumerate(zip(rows, values, strict=True)):
         axes.barh(place - 0.2, forward, 0.38, color=FORWARD, label="forward" if place == 0 else None)
         axes.barh(place + 0.2, both, 0.38, color=OURS if row.kind == "ours" else BOTH)
-        axes.annotate(
-            f"{both:,.0f}" if both >= 100 else f"{both:.3g}",
-            (max(both, forward), place),
-            xytext=(3, 0),
-            textcoords="offset points",
-            va="center",
-        )
+        text = f"{both:,.0f}" if both >= 100 else f"{both:.3g}"
+        end = (max(both, forward), place)
+        axes.annotate(text, end, xytext=(3, 0), textcoords="offset points", va="center")
     axes.set_yticks(range(len(rows)), [row.method for row in rows])
     axes.invert_yaxis()
     axes.set_xlabel(label)

@@ -125,11 +125,6 @@ def medians_ms(works: dict[str, Work], repeats: int, meter: Meter) -> dict[str, 
     return {name: timing.median_ms for name, timing in timings.items()}
 
 
-def median_ms(work: Work, repeats: int) -> float:
-    """Of one work alone, on the GPU, behind itself."""
-    return medians_ms({"": work}, repeats, GpuMeter(work))[""]
-
-
 def captured(work: Work) -> Work:
     """The work as a CUDA graph, so that the host's launches do not count."""
     stream = torch.cuda.Stream()
