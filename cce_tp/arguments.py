@@ -63,17 +63,18 @@ def _autocast(value: Tensor | None, device_type: str) -> Tensor | None:
 def _check_gathered(weight: Tensor) -> None:
     """Refuse a parameter of which this process holds only a placeholder or a flattened piece."""
     status = getattr(getattr(weight, "ds_status", None), "name", "")
+    advice = (
+        "Compute the loss inside the forward of the module that owns it (cce_tp.deepspeed.install and "
+        "cce_tp.transformers.patch do so), or under deepspeed.zero.GatheredParameters around forward and backward"
+    )
     if hasattr(weight, "ds_id") and (weight.numel() == 0 or status in ("NOT_AVAILABLE", "INFLIGHT")):
         raise ValueError(
-            f"linear_weight has shape {tuple(weight.shape)}: DeepSpeed ZeRO-3 has partitioned it. Compute the loss "
-            f"inside the forward of the module that owns it, or under deepspeed.zero.GatheredParameters around forward "
-            f"and backward"
+            f"linear_weight has shape {tuple(weight.shape)}: DeepSpeed ZeRO-3 has partitioned it. {advice}"
         )
     if weight.ndim == 1:
         raise ValueError(
             f"linear_weight has shape {tuple(weight.shape)}, expected [V_local, D]: it looks like a parameter that "
-            f"ZeRO-3 or FSDP has partitioned or flattened. Compute the loss inside the forward of the module that owns "
-            f"it"
+            f"ZeRO-3 or FSDP has partitioned or flattened. {advice}"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -51,6 +52,17 @@ def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
 
 
 @pytest.fixture(scope="session")
+def hf_pool() -> Iterator[Pool]:
+    """Four gloo processes that have transformers, and DeepSpeed where it is installed."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    wanted = ("transformers.models.llama.modeling_llama", "transformers.models.gemma2.modeling_gemma2", "deepspeed")
+    preload = tuple(name for name in wanted if importlib.util.find_spec(name.split(".")[0]) is not None)
+    shared = Pool(4, sizes=(2, 4), preload=preload)
+    yield shared
+    shared.stop()
+
+
+@pytest.fixture(scope="session")
 def gpu_pool() -> Iterator[Pool]:
     """One NCCL process a GPU, up to four."""
     size = 4 if GPUS >= 4 else 2
@@ -68,7 +80,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("slow") and not slow_too:
             item.add_marker(pytest.mark.skip(reason="slow: pass --slow"))
-        if "pool" in getattr(item, "fixturenames", ()):
+        if {"pool", "hf_pool"}.intersection(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.distributed)
         if item.get_closest_marker("multigpu") and GPUS < 2:
             item.add_marker(pytest.mark.skip(reason=f"needs two CUDA devices, found {GPUS}"))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -129,18 +130,29 @@ def collectives() -> Iterator[list[Collective]]:
 
 @dataclass
 class _Worker:
-    process: Any
+    process: Any  # what was started: the rank, or the process that forks all of them
     connection: Connection
     log: Path
+    pid: int | None = None
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the rank, if it is there."""
+        if self.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
 
 @dataclass
 class Pool:
-    """``world_size`` processes with ``backend``; started at the first use, and again after a failure."""
+    """``world_size`` processes with ``backend``; started at the first use, and again after a failure.
+
+    Modules of ``preload`` are imported once, in a process that then forks the ranks.
+    """
 
     world_size: int
     backend: str = "gloo"
     sizes: tuple[int, ...] = (1, 2, 4)
+    preload: tuple[str, ...] = ()
     _workers: list[_Worker] = field(default_factory=list)
     _folder: tempfile.TemporaryDirectory | None = None
 
@@ -203,8 +215,7 @@ class Pool:
     def _fail(self, reason: str, answers: dict[int, Outcome]) -> None:
         """Collect the stack of every rank, stop the pool, and fail."""
         for worker in self._workers:
-            if worker.process.is_alive():
-                os.kill(worker.process.pid, signal.SIGUSR1)
+            worker.signal(signal.SIGUSR1)
         time.sleep(0.5)
         logs = [f"--- rank {rank}\n{worker.log.read_text()[-4000:]}" for rank, worker in enumerate(self._workers)]
         errors = [f"--- rank {r} raised\n{o.error.trace}" for r, o in sorted(answers.items()) if o.error is not None]
@@ -217,22 +228,32 @@ class Pool:
             return
         self._folder = tempfile.TemporaryDirectory(prefix="cce_tp_ranks_")
         context = _start_context()
-        for rank in range(self.world_size):
-            ours, theirs = context.Pipe()
-            log = Path(self._folder.name) / f"rank{rank}.log"
-            arguments = (rank, self.world_size, self.backend, self.sizes, theirs, self._folder.name, str(log))
-            process = context.Process(target=_serve, args=arguments, daemon=True)
+        pipes = [context.Pipe() for _ in range(self.world_size)]
+        logs = [Path(self._folder.name) / f"rank{rank}.log" for rank in range(self.world_size)]
+        ranks = [
+            (rank, self.world_size, self.backend, self.sizes, pipes[rank][1], self._folder.name, str(logs[rank]))
+            for rank in range(self.world_size)
+        ]
+        if self.preload:
+            processes = [context.Process(target=_fork_ranks, args=(self.preload, ranks), daemon=True)] * self.world_size
+        else:
+            processes = [context.Process(target=_serve, args=arguments, daemon=True) for arguments in ranks]
+        for process in dict.fromkeys(processes):
             process.start()
+        for process, (ours, theirs), log in zip(processes, pipes, logs, strict=True):
             theirs.close()
             self._workers.append(_Worker(process, ours, log))
-        self._answers(self.world_size, START_TIMEOUT)
+        for worker, outcome in zip(self._workers, self._answers(self.world_size, START_TIMEOUT), strict=True):
+            worker.pid = outcome.value
 
     def stop(self) -> None:
         """Kill the processes."""
         for worker in self._workers:
             worker.connection.close()
-            worker.process.kill()
-            worker.process.join()
+            worker.signal(signal.SIGKILL)
+        for process in {id(worker.process): worker.process for worker in self._workers}.values():
+            process.kill()
+            process.join()
         self._workers = []
         if self._folder is not None:
             self._folder.cleanup()
@@ -246,6 +267,22 @@ def _start_context() -> Any:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         context.set_forkserver_preload(["torch", "torch.distributed", "torch.distributed.tensor"])
     return context
+
+
+def _fork_ranks(preload: tuple[str, ...], ranks: list[tuple[Any, ...]]) -> None:
+    """Import the modules, become ``ranks`` processes that serve, and wait for them."""
+    for name in preload:
+        importlib.import_module(name)
+    for arguments in ranks:
+        if os.fork() == 0:
+            for _, _, _, _, connection, *_ in ranks:
+                if connection is not arguments[4]:
+                    connection.close()
+            _serve(*arguments)
+    for _, _, _, _, connection, *_ in ranks:
+        connection.close()  # so that the end of a rank is noticed
+    for _ in ranks:
+        os.wait()
 
 
 def _serve(
@@ -276,7 +313,7 @@ def _serve(
         timeout=timedelta(seconds=4 * DEFAULT_TIMEOUT),
     )
     ranks = _make_ranks(rank, world_size, sizes, device)
-    connection.send_bytes(pickle.dumps(Outcome()))
+    connection.send_bytes(pickle.dumps(Outcome(os.getpid())))
     while True:
         try:
             size, task, args, fresh = pickle.loads(connection.recv_bytes())

@@ -53,13 +53,13 @@ def has(architecture: str) -> bool:
     return hasattr(quiet(), ARCHITECTURES[architecture][0])
 
 
-def build(architecture: str = "Llama", *, tied: bool = False, seed: int = 0, **changes: Any) -> Any:
+def build(architecture: str = "Llama", *, tied: bool = False, attention: str = "eager", **changes: Any) -> Any:
     """A model in training mode without dropout, in fp32, whose logits are large enough that scales and caps matter."""
     transformers = quiet()
     name, settings = ARCHITECTURES[architecture]
     config = getattr(transformers, name)(**{**settings, **changes}, tie_word_embeddings=tied)
-    torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     with torch.no_grad():
         model.get_output_embeddings().weight.normal_(std=0.3)
         for name, parameter in model.named_parameters():

@@ -6,7 +6,6 @@ import copy
 import importlib.util
 import inspect
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ pytestmark = [
 if importlib.util.find_spec("transformers") is not None:
     import hf_models as hf
 
-START_TIMEOUT = 150.0  # the first task on every process imports transformers
 EXACT = 2e-6
 
 needs_peft = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft")
@@ -505,19 +503,6 @@ def test_trainer(settings: dict[str, Any], tmp_path: Path) -> None:
 # Two processes.
 
 
-def _prepare(rank: Rank) -> None:
-    hf.quiet()
-    import transformers.models.llama.modeling_llama  # noqa: F401
-
-
-@pytest.fixture(scope="module")
-def hf_pool() -> Iterator[Pool]:
-    pool = Pool(2, sizes=(2,))
-    pool.run(2, _prepare, timeout=START_TIMEOUT)
-    yield pool
-    pool.stop()
-
-
 def _wrap(model: Any, kind: str, group: dist.ProcessGroup) -> Any:
     if kind == "ddp":
         return nn.parallel.DistributedDataParallel(model, process_group=group)
@@ -559,7 +544,6 @@ def _data_parallel(rank: Rank, kind: str, patch_first: bool) -> None:
         assert type(model.lm_head).__name__ == ("FSDPLinear" if kind == "fsdp2" else "Linear")
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize(("kind", "patch_first"), [("ddp", True), ("ddp", False), ("fsdp2", False)])
 def test_data_parallel(hf_pool: Pool, kind: str, patch_first: bool) -> None:
     hf_pool.run(2, _data_parallel, kind, patch_first)
@@ -599,7 +583,6 @@ def _sharded_head(rank: Rank, architecture: str) -> None:
         assert hf.relative(parameter.grad, 2 * expected) < EXACT, name
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("architecture", ["Llama", "Gemma2"])
 def test_sharded_head(hf_pool: Pool, architecture: str) -> None:
     hf_pool.run(2, _sharded_head, architecture)

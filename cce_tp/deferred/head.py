@@ -77,14 +77,11 @@ class HeadHook:
     @property
     def is_partitioned(self) -> bool:
         """DeepSpeed ZeRO-3 owns the weight: it is there only while the head runs."""
-        return hasattr(self.layer.weight, "ds_id")
+        return hasattr(weight_of(self.layer), "ds_id")
 
     def vocab_size(self) -> int:
         """V over the group, ids that no rank holds excluded."""
-        if self.shard is not None:
-            return self.shard.vocab_size
-        weight = self.layer.weight
-        return int(getattr(weight, "ds_shape", weight.shape)[0])
+        return num_rows(self.layer) if self.shard is None else self.shard.vocab_size
 
     @contextmanager
     def forward_pass(self, active: bool) -> Any:
@@ -108,6 +105,22 @@ class HeadHook:
         for name, value in self.__dict__.items():
             twin.__dict__[name] = value if name in ("group", "options") else copy.deepcopy(value, memo)
         return twin
+
+
+def weight_of(layer: nn.Module) -> Tensor:
+    """The head's weight as it is; reading the attribute in a forward pass would have ZeRO-3 gather it."""
+    weight: Tensor | None = layer._parameters.get("weight")
+    if weight is None:
+        any_layer: Any = layer
+        weight = any_layer.weight
+    assert weight is not None
+    return weight
+
+
+def num_rows(layer: nn.Module) -> int:
+    """Rows of the head's weight on this rank, also where ZeRO-3 has partitioned it."""
+    weight = weight_of(layer)
+    return int(getattr(weight, "ds_shape", weight.shape)[0])
 
 
 def hook_of(head: nn.Module) -> HeadHook | None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..kernels.select import choose
 from ..loss import linear_cross_entropy
 from ..options import LossOptions
-from .head import HeadHook
+from .head import HeadHook, weight_of
 from .tensor import DeferredTensor
 
 Step = Callable[[Any], Any]
@@ -175,7 +175,7 @@ class DeferredLogits(DeferredTensor):
 
     @property
     def requires_grad(self) -> bool:
-        return torch.is_grad_enabled() and (self._hidden.requires_grad or self._hook.layer.weight.requires_grad)
+        return torch.is_grad_enabled() and (self._hidden.requires_grad or weight_of(self._hook.layer).requires_grad)
 
     def _after(
         self,
