@@ -43,7 +43,7 @@ def _load(folder: Path, device: str) -> tuple[Any, Any]:
     logging.disable_progress_bar()
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype="auto")
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, torch_dtype="auto")
     except Exception as error:  # every kind that a folder can be wrong in has its own
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise UsageError(f"--model {folder} cannot be loaded by transformers: {reason}") from None

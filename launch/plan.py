@@ -38,7 +38,12 @@ if TYPE_CHECKING:
     from cce_tp.kernels.logits import LogitOperands
 
 HELP = "memory of the loss layer, and the largest micro-batch that fits a GPU"
-FP32, INT64 = 4, 8
+FP32, FP64, INT64 = 4, 8, 8
+PARTIALS = 2
+"""Numbers of a tile about a token: maximum and sum."""
+LOSS_VALUES = 8
+"""fp32 numbers about a token that are alive at once while the loss is made of the partials."""
+ANCHOR_SUMS = 5
 MOST_TOKENS = 2**26
 """Where the search for the largest micro-batch ends."""
 GPUS = {"b200": 178.0, "h200": 139.8, "h100": 79.1, "a100": 79.2, "l40s": 44.4, "rtx4090": 23.5}
@@ -119,27 +124,37 @@ def _as_launched(shape: Shape) -> tuple[LocalProblem, LogitOperands]:
     return problem, replace(LogitOperands.prepare(problem), tile=tile)
 
 
+def loss_alone(shape: Shape) -> int:
+    """The forward pass, as in an evaluation: no gradients."""
+    _, operands = _as_launched(shape)
+    return _partials(shape, operands) + LOSS_VALUES * FP32 * shape.tokens
+
+
+def _partials(shape: Shape, operands: LogitOperands) -> int:
+    """What the tiles say about the tokens of a chunk."""
+    from cce_tp.kernels import forward
+
+    tiles = -(-shape.rows // operands.tile.cols)
+    return PARTIALS * FP32 * tiles * forward._tokens_at_once(operands, tiles, PARTIALS, None)
+
+
 def exact(shape: Shape) -> int:
     """The gradients, and the workspace of the pass that takes more, as ``kernels.forward`` and ``.exact`` plan it."""
     problem, operands = _as_launched(shape)
     from cce_tp.kernels import exact as backward
-    from cce_tp.kernels import forward
     from cce_tp.kernels.interface import GradientRequest, WeightGradBuffer
 
-    tiles = -(-shape.rows // operands.tile.cols)
-    values = 2  # maximum and sum
-    partials = values * FP32 * tiles * forward._tokens_at_once(operands, tiles, values, None)
     request = GradientRequest(shape.dtype, WeightGradBuffer(problem.weight, False), False)
     plan = backward._Plan.make(problem, operands, request)
     fixed = backward._fixed_bytes(
         shape.tokens, shape.hidden, shape.dtype, accumulator=plan.accumulator, scratch=plan.scratch
     )
     slab = plan.slab * backward._bytes_per_row(shape.tokens, shape.dtype, None)
-    return shape.gradients + max(partials, fixed + slab)
+    return max(_partials(shape, operands), shape.gradients + fixed + slab)
 
 
 def sampled(shape: Shape) -> int:
-    """The gradients, the lists of entries, and the largest workspace of a step, as the launchers allocate it."""
+    """The largest of the steps, as the launchers allocate them: anchor, forward pass with lists, gradients."""
     problem, operands = _as_launched(shape)
     from cce_tp.kernels import sampled as backward
     from cce_tp.kernels import select_entries
@@ -149,7 +164,7 @@ def sampled(shape: Shape) -> int:
     budget = min(mode.most_entries, shape.rows)
     lists = FP32 * shape.tokens * budget
     tiles = -(-shape.rows // tile.cols)
-    per_token = (2 * tiles + tiles * tile.cols // select_entries.WORD_BITS.value) * FP32
+    per_token = (PARTIALS * tiles + tiles * tile.cols // select_entries.WORD_BITS.value) * FP32
     select = per_token * select_entries._tokens_at_once(problem, tile, per_token, lists)
 
     hot = min(mode.reference_rows, shape.rows)
@@ -159,7 +174,20 @@ def sampled(shape: Shape) -> int:
     slots = shape.tokens * (budget + 1)
     number = FP32 if slots < 2**31 else INT64
     transpose = slots * (FP32 + 2 * number) + shape.rows * (FP32 + number)
-    return shape.gradients + lists + max(select, kept_of_hot + max(products, transpose))
+    backward_pass = shape.gradients + lists + kept_of_hot + max(products - kept_of_hot, transpose)
+    return max(_anchor(shape, hot), lists + select, backward_pass)
+
+
+def _anchor(shape: Shape, hot: int) -> int:
+    """Before anything else, by blocks of tokens: the logits of hot and cold rows, in fp64 too; then, beside what is
+    left of them, E and the targets' rows in fp32."""
+    from cce_tp.kernels import sampling
+
+    cold, block = min(sampling.COLD_ROWS, shape.rows), min(sampling._ANCHOR_TOKENS, shape.tokens)
+    rows = (hot + cold) * shape.hidden * shape.dtype.itemsize
+    logits = block * (hot + cold) * (2 * FP32 + 3 * FP64)
+    targets = block * ((hot + cold) * (FP32 + FP64) + cold * FP64 + 3 * shape.hidden * FP32)
+    return ANCHOR_SUMS * FP64 * shape.tokens + rows + max(logits, targets)
 
 
 METHODS: dict[str, Callable[[Shape], int]] = {
@@ -169,6 +197,7 @@ METHODS: dict[str, Callable[[Shape], int]] = {
     "CCE (the paper's kernels)": cce,
     "cce_tp, exact": exact,
     "cce_tp, sampled": sampled,
+    "cce_tp, loss alone": loss_alone,
     "lower bound: both gradients": lambda shape: shape.gradients,
 }
 

@@ -25,7 +25,7 @@ import torch
 from distributed import Pool, Rank
 
 import cce_tp
-from cce_tp.launch import cli, cost_model, density, doctor, plan
+from cce_tp.launch import cli, cost_model, density, doctor
 from cce_tp.launch.environment import Process, discover, first_host
 from cce_tp.launch.measure import CpuMeter
 from cce_tp.launch.model_files import Model, load_model
@@ -324,42 +324,6 @@ def test_train_hands_its_arguments_to_the_example(monkeypatch: pytest.MonkeyPatc
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setitem(sys.modules, "rich.console", None)
     assert "rich is not installed: pip install 'cce_tp[examples]'" in refused(["plan"], capsys)
-
-
-# -- plan
-
-
-def test_plan_counts_as_the_paper_does(tmp_path: Path) -> None:
-    pytest.importorskip("triton")
-    report = tmp_path / "plan.json"
-    assert cli.main(["plan", "--gpu", "h100", "--json", str(report)]) == 0
-    (result,) = json.loads(report.read_text())
-    peaks = {name: figures["peak"] / 2**20 for name, figures in result["methods"].items()}
-    assert result["fp32_logits"] / 2**20 == 8000
-    assert peaks["ordinary logits"] == 24000
-    assert peaks["lower bound: both gradients"] == 1161
-    assert round(peaks["CCE (the paper's kernels)"]) == 1164
-
-
-@pytest.mark.parametrize(
-    ("shape", "measured"),
-    [((8192, 256000, 2304), 152), ((8192, 128256, 4096), 208), ((8192, 32000, 4096), 200), ((8184, 49152, 576), 62)],
-)
-def test_plan_of_exact_is_what_was_measured(shape: tuple[int, int, int], measured: int) -> None:
-    pytest.importorskip("triton")
-    layer = plan.Shape(*shape, tp=1, dtype=torch.bfloat16, eps=2.0**-8)
-    assert (plan.exact(layer) - layer.gradients) / 2**20 == pytest.approx(measured, rel=0.05)
-
-
-def test_the_largest_micro_batch_just_fits() -> None:
-    pytest.importorskip("triton")
-    layer = plan.Shape(1, 32000, 512, tp=2, dtype=torch.bfloat16, eps=2.0**-8)
-    for peak in plan.METHODS.values():
-        most = plan.largest_micro_batch(peak, layer, 2**30, 64)
-        for tokens, fits in ((most, True), (most + 64, False)):
-            attempt = plan.replace(layer, tokens=tokens)
-            assert (attempt.inputs + peak(attempt) <= 2**30) == fits
-    assert plan.largest_micro_batch(plan.exact, layer, 2**20, 64) == 0
 
 
 # -- keep-rate

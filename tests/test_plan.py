@@ -1,0 +1,151 @@
+"""``cce-tp plan``: the paper's arithmetic, and ours held against what the launchers allocate."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+pytest.importorskip("rich")
+pytest.importorskip("triton")
+from triton.runtime.jit import JITFunction
+
+import cce_tp
+from cce_tp.kernels import exact, forward, logits, sampled, sampling, select_entries
+from cce_tp.kernels.interface import (
+    GradientRequest,
+    LocalProblem,
+    LogitGradient,
+    Partials,
+    SamplingPlan,
+    WeightGradBuffer,
+)
+from cce_tp.kernels.logits import LogitOperands
+from cce_tp.kernels.workspace import allocated
+from cce_tp.launch import cli, plan
+
+
+def test_plan_counts_as_the_paper_does(tmp_path: Path) -> None:
+    report = tmp_path / "plan.json"
+    assert cli.main(["plan", "--gpu", "h100", "--json", str(report)]) == 0
+    (result,) = json.loads(report.read_text())
+    peaks = {name: figures["peak"] / 2**20 for name, figures in result["methods"].items()}
+    assert result["fp32_logits"] / 2**20 == 8000
+    assert peaks["ordinary logits"] == 24000
+    assert peaks["lower bound: both gradients"] == 1161
+    assert round(peaks["CCE (the paper's kernels)"]) == 1164
+
+
+@pytest.mark.parametrize(
+    ("shape", "measured"),
+    [((8192, 256000, 2304), 152), ((8192, 128256, 4096), 208), ((8192, 32000, 4096), 200), ((8184, 49152, 576), 62)],
+)
+def test_plan_of_exact_is_what_was_measured(shape: tuple[int, int, int], measured: int) -> None:
+    layer = plan.Shape(*shape, tp=1, dtype=torch.bfloat16, eps=2.0**-8)
+    assert (plan.exact(layer) - layer.gradients) / 2**20 == pytest.approx(measured, rel=0.05)
+
+
+class Allocations(TorchDispatchMode):
+    """Bytes of the live tensors, and their peak, as torch's allocator would count them; ``inputs`` are free."""
+
+    def __init__(self, inputs: tuple[torch.Tensor, ...]) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self.known = {tensor.untyped_storage()._cdata for tensor in inputs}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self.known:
+                storage = tensor.untyped_storage()
+                size = allocated(storage.nbytes())
+                self.known.add(storage._cdata)
+                self.live += size
+                self.peak = max(self.peak, self.live)
+                weakref.finalize(storage, self._free, storage._cdata, size)
+        return result
+
+    def _free(self, key: int, size: int) -> None:
+        self.known.discard(key)
+        self.live -= size
+
+
+def _forward(problem: LocalProblem) -> Any:
+    return forward.partials(LogitOperands.prepare(problem), stats=False, workspace=None)
+
+
+def _logit_grad(partials: Partials, problem: LocalProblem) -> tuple[LogitGradient, GradientRequest]:
+    share = torch.full_like(partials.max, 1.0)
+    request = GradientRequest(torch.bfloat16, WeightGradBuffer(torch.empty_like(problem.weight), False), False)
+    active = torch.ones_like(problem.target, dtype=torch.bool)
+    return LogitGradient(partials.max, partials.sum_exp, share, share, active), request
+
+
+def _exact(problem: LocalProblem) -> Any:
+    grad, request = _logit_grad(_forward(problem), problem)
+    kept: list[torch.Tensor] = []
+    exact.gradients(problem, grad, request, kept.append)
+    return kept, request
+
+
+def _sampled(problem: LocalProblem) -> Any:
+    mode, rows = cce_tp.Sampled(), problem.num_rows
+    active = torch.ones_like(problem.target, dtype=torch.bool)
+    hot = sampling.choose_hot_rows(problem.target, active, rows, mode.reference_rows)
+    anchor_rows = sampling.AnchorRows.choose(hot, rows)
+    sums = sampling.anchor_sums(problem, anchor_rows, 0, rows)
+    anchor = sampling.anchor(sums, anchor_rows, problem.target, active)
+    seed = torch.empty(1, dtype=torch.int64, device="meta")
+    drawn = SamplingPlan(mode.eps, mode.most_entries, seed, anchor, active, hot.ids, 0)
+    partials, selection = select_entries.select(problem, drawn, stats=False)
+    grad, request = _logit_grad(partials, problem)
+    kept: list[torch.Tensor] = []
+    sampled.sampled_gradients(problem, drawn, selection, grad, request, kept.append)
+    return kept, request
+
+
+@pytest.mark.parametrize(
+    "shape", [(8192, 256000, 2304), (8192, 32000, 4096), (8184, 49152, 576), (16000, 32000, 512), (1000, 151936, 8192)]
+)
+@pytest.mark.parametrize(
+    ("planned", "run"), [(plan.loss_alone, _forward), (plan.exact, _exact), (plan.sampled, _sampled)]
+)
+def test_plan_is_what_the_launchers_allocate(
+    planned: Callable[[plan.Shape], int],
+    run: Callable[[LocalProblem], Any],
+    shape: tuple[int, int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The launchers run on tensors without memory, as on a recent GPU, and launch nothing."""
+    tokens, rows, hidden = shape
+    monkeypatch.setattr(JITFunction, "run", lambda self, *args, **keywords: None)
+    monkeypatch.setattr(logits, "can_use_tma", lambda tensor: True)
+    for module in (logits, exact):
+        monkeypatch.setattr(module.TensorDescriptor, "from_tensor", lambda *args: None)
+    with torch.device("meta"):
+        e, c = (torch.empty(size, hidden, dtype=torch.bfloat16) for size in (tokens, rows))
+        problem = LocalProblem(e, c, torch.empty(tokens, dtype=torch.int64))
+    with Allocations((e, c, problem.target)) as allocations:
+        results = run(problem)
+    assert planned(plan.Shape(*shape, tp=1, dtype=torch.bfloat16, eps=2.0**-8)) == pytest.approx(
+        allocations.peak, rel=0.02
+    )
+    del results
+    assert allocations.live == 0
+
+
+def test_the_largest_micro_batch_just_fits() -> None:
+    layer = plan.Shape(1, 32000, 512, tp=2, dtype=torch.bfloat16, eps=2.0**-8)
+    for peak in plan.METHODS.values():
+        most = plan.largest_micro_batch(peak, layer, 2**30, 64)
+        for tokens, fits in ((most, True), (most + 64, False)):
+            attempt = plan.replace(layer, tokens=tokens)
+            assert (attempt.inputs + peak(attempt) <= 2**30) == fits
+    assert plan.largest_micro_batch(plan.exact, layer, 2**20, 64) == 0
