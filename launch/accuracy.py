@@ -25,7 +25,16 @@ import cce_tp
 
 from .bench_logits import Inputs
 from .bench_peers import FILTER_EPS, AppleCCE, Method, Ours, Torch, reason
-from .console import add_json, existing_file, open_output, positive, power_of_two, probability, write_json
+from .console import (
+    UsageError,
+    add_json,
+    existing_file,
+    open_output,
+    positive,
+    power_of_two,
+    probability,
+    write_json,
+)
 from .model_files import load_model
 from .reference import Reference, reference, sampling_noise, worst_tokens
 
@@ -114,6 +123,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the table."""
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: no CUDA device is here")
     model = load_model(options.head, options.hidden)
     part = slice(options.tokens)
     inputs = Inputs.leaves(

@@ -7,7 +7,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -24,6 +24,8 @@ EXIT_MISMATCH = 1
 MIB, GIB = 2**20, 2**30
 DTYPES = ("bfloat16", "float16", "float32")
 SECONDS_FOR_RANK_0 = 3
+MOST, MOST_NUMBER = 2**30, 1e9
+"""Of a count, and of a number of seconds or GiB: beyond lies a slip of the keyboard, or an overflow."""
 
 
 class UsageError(Exception):
@@ -37,7 +39,7 @@ def fail(program: str, message: str) -> NoReturn:
     except ValueError:
         rank = 0
     if rank == 0:
-        print(f"{program}: error: {message}", file=sys.stderr, flush=True)
+        print(f"{program}: error: {' '.join(message.split())}", file=sys.stderr, flush=True)
     else:
         # A launcher ends all processes when the first one fails: leave rank 0 the time to speak.
         time.sleep(SECONDS_FOR_RANK_0)
@@ -61,8 +63,14 @@ def positive(text: str) -> int:
         value = int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+    return _within(value, text)
+
+
+def _within(value: int, text: str) -> int:
     if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not positive")
+        raise argparse.ArgumentTypeError(f"{text} is not positive")
+    if value > MOST:
+        raise argparse.ArgumentTypeError(f"{text} is above {MOST:,}")
     return value
 
 
@@ -74,6 +82,8 @@ def positive_number(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
     if not (math.isfinite(value) and value > 0):
         raise argparse.ArgumentTypeError(f"{text} is not a finite number above 0")
+    if value > MOST_NUMBER:
+        raise argparse.ArgumentTypeError(f"{text} is above {MOST_NUMBER:g}")
     return value
 
 
@@ -97,13 +107,23 @@ def shape_of(text: str) -> tuple[int, int, int]:
         raise argparse.ArgumentTypeError(f"{text!r} is not three numbers N,V,D") from None
     if min(tokens, rows, hidden) < 1:
         raise argparse.ArgumentTypeError(f"{text} has a size below 1")
+    if max(tokens, rows, hidden) > MOST:
+        raise argparse.ArgumentTypeError(f"{text} has a size above {MOST:,}")
     return tokens, rows, hidden
+
+
+def _is(path: Path, kind: Callable[[Path], bool]) -> bool:
+    """Also for names that no file can have."""
+    try:
+        return kind(path)
+    except (OSError, ValueError):
+        return False
 
 
 def existing_file(text: str) -> Path:
     """An argparse type."""
     path = Path(text)
-    if not path.is_file():
+    if not _is(path, Path.is_file):
         raise argparse.ArgumentTypeError(f"{text} is not a file")
     return path
 
@@ -111,7 +131,7 @@ def existing_file(text: str) -> Path:
 def existing_folder(text: str) -> Path:
     """An argparse type."""
     path = Path(text)
-    if not path.is_dir():
+    if not _is(path, Path.is_dir):
         raise argparse.ArgumentTypeError(f"{text} is not a folder")
     return path
 
@@ -119,7 +139,7 @@ def existing_folder(text: str) -> Path:
 def writable_file(text: str) -> Path:
     """An argparse type: a file in a folder that exists, so that an hour's work does not end in an error."""
     path = Path(text)
-    if path.is_dir() or not path.absolute().parent.is_dir():
+    if "\0" in text or _is(path, Path.is_dir) or not _is(path.absolute().parent, Path.is_dir):
         raise argparse.ArgumentTypeError(f"{text} is not a file in a folder that exists")
     return path
 

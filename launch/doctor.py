@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import cce_tp
+from cce_tp.kernels.select import choose
 
 from .console import (
     DTYPES,
@@ -44,6 +45,8 @@ PACKAGES = ("torch", "triton", "numpy")
 LOSS_LIMIT = 1e-6
 GRADIENT_LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
 """Relative, Frobenius: fp32 sums in another order; in 16 bits, parts that are rounded before the ranks add them up."""
+MOST_LOGITS = 2**28
+"""Of the check, which each rank does alone as well."""
 LINK_BYTES = (96 * 1024, 64 * MIB)
 CPU_LINK_BYTES = (96 * 1024, 4 * MIB)
 
@@ -306,7 +309,14 @@ def _sizes(options: argparse.Namespace, tp: int) -> Sizes:
         raise UsageError(f"--tokens {options.tokens} does not divide by {tp} ranks")
     if options.vocab < 3 * tp:
         raise UsageError(f"--vocab {options.vocab} is less than 3 rows for each of {tp} ranks")
-    return Sizes(options.tokens, options.vocab, options.hidden)
+    sizes = Sizes(options.tokens, options.vocab, options.hidden)
+    if max(sizes.tokens * sizes.vocabulary, (sizes.tokens + sizes.vocabulary) * sizes.hidden) > MOST_LOGITS:
+        raise UsageError("--tokens, --vocab and --hidden make more than a short check: leave them out, or smaller")
+    return sizes
+
+
+def _dtypes(options: argparse.Namespace, device: torch.device) -> list[str]:
+    return options.dtype or (["float32", "bfloat16"] if device.type == "cuda" else ["float32"])
 
 
 def run(options: argparse.Namespace) -> int:
@@ -316,7 +326,9 @@ def run(options: argparse.Namespace) -> int:
         if process.world_size % tp:
             raise UsageError(f"--tp {tp} does not divide {process.world_size} processes")
         sizes = _sizes(options, tp)
-        choose_device(process, options.device)
+        device = choose_device(process, options.device)
+        for name in _dtypes(options, device):
+            choose(options.implementation, device, dtype_of(name))
         output = Output(process.rank == 0)
         runtime = initialize(options.device, timedelta(seconds=options.timeout))
     except ValueError as error:
@@ -332,7 +344,7 @@ def examine(runtime: Runtime, options: argparse.Namespace, tp: int, sizes: Sizes
     group = runtime.mesh(tp)["tp"].get_group() if tp > 1 else None
     place = Place(runtime.process.rank % tp, tp, group, runtime.device)
     ranks = _gathered(describe(runtime))
-    names = options.dtype or (["float32", "bfloat16"] if runtime.device.type == "cuda" else ["float32"])
+    names = _dtypes(options, runtime.device)
     _show_ranks(output, ranks, tp)
     links = measure_links(place)
     findings = []

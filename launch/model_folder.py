@@ -46,7 +46,7 @@ def _load(folder: Path, device: str) -> tuple[Any, Any]:
         model: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, torch_dtype="auto")
     except Exception as error:  # every kind that a folder can be wrong in has its own
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise UsageError(f"--model {folder} cannot be loaded by transformers: {reason}") from None
+        raise UsageError(f"--model {folder} cannot be loaded by transformers: {reason.rstrip(':')}") from None
     if model.get_output_embeddings() is None:
         raise UsageError(f"--model {folder} is a {type(model).__name__}, which has no output layer")
     return tokenizer, model.to(device).eval()

@@ -6,6 +6,7 @@ are such.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
@@ -23,9 +24,11 @@ import numpy as np
 import pytest
 import torch
 from distributed import Pool, Rank
+from hypothesis import given, settings, strategies
 
 import cce_tp
 from cce_tp.launch import cli, cost_model, density, doctor
+from cce_tp.launch.console import Parser
 from cce_tp.launch.environment import Process, discover, first_host
 from cce_tp.launch.measure import CpuMeter
 from cce_tp.launch.model_files import Model, load_model
@@ -36,6 +39,7 @@ pytest.importorskip("rich")
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 sys.path.append(str(EXAMPLES))
+import pretrain_gpt  # noqa: E402
 import text_data  # noqa: E402
 
 LIMIT = 120
@@ -281,6 +285,9 @@ def refused(arguments: list[str], capsys: Any) -> str:
         (["nonsense"], "invalid choice: 'nonsense'"),
         (["plan", "--shape", "1,2"], "'1,2' is not three numbers N,V,D"),
         (["plan", "--shape", "1,2,0"], "1,2,0 has a size below 1"),
+        (["plan", "--shape", "9999999999999,1,1"], "has a size above 1,073,741,824"),
+        (["plan", "--seq-len", "9999999999999"], "9999999999999 is above 1,073,741,824"),
+        (["plan", "--memory", "1e300"], "1e300 is above 1e+09"),
         (["plan", "--tp", "x"], "'x' is not a whole number"),
         (["plan", "--tp", "5", "--shape", "9,4,2"], "--tp 5 is more than the 4 rows"),
         (["plan", "--reserve", "1e6"], "--reserve 1e+06 leaves nothing"),
@@ -290,6 +297,9 @@ def refused(arguments: list[str], capsys: Any) -> str:
         (["doctor", "--tokens", "0"], "0 is not positive"),
         (["doctor", "--tp", "2"], "--tp 2 does not divide 1 processes"),
         (["doctor", "--vocab", "2"], "--vocab 2 is less than 3 rows"),
+        (["doctor", "--tokens", "1000000", "--vocab", "1000000"], "make more than a short check"),
+        (["doctor", "--implementation", "triton", "--device", "cpu"], "implementation='triton' can't be used on cpu"),
+        (["doctor", "--timeout", "1e300"], "1e300 is above 1e+09"),
         (["doctor", "--timeout", "nan"], "nan is not a finite number above 0"),
         (["keep-rate"], "give --head and --hidden, or --model and --text, not nothing"),
         (["keep-rate", "--head", "nowhere", "--hidden", "nowhere"], "nowhere is not a file"),
@@ -300,6 +310,47 @@ def refused(arguments: list[str], capsys: Any) -> str:
 )
 def test_nonsense_is_refused_in_one_sentence(arguments: list[str], message: str, capsys: Any) -> None:
     assert message in refused(arguments, capsys)
+
+
+NONSENSE = [
+    "", " ", "x", "a\nb", "-1", "0", "1.5", "nan", "-inf", "1e999", "1e300", "9" * 30, "9" * 5000, "2^", "^", "2**1",
+    "1,2", "0,1,1", "1,2,3,4", "9" * 12 + ",1,1", "/", "/no/such/place", "\0", "\N{SNOWMAN}", "--", "-", "--nonsense",
+]  # fmt: skip
+
+
+def _options(command: str) -> list[str]:
+    """Every option of a subcommand."""
+    parser = pretrain_gpt.make_parser()
+    if command != cli.TRAIN:
+        module = importlib.import_module(cli.OWN[command], "cce_tp.launch")
+        parser = Parser(prog=command)
+        module.add_arguments(parser)
+    return [name for action in parser._actions for name in action.option_strings if name not in ("-h", "--help")]
+
+
+OPTIONS = {command: _options(command) for command in (*cli.OWN, cli.TRAIN)}
+
+
+@settings(max_examples=100)
+@given(data=strategies.data())
+def test_no_arguments_end_in_a_traceback(data: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """They are accepted, or refused in one sentence. (What is accepted does not run here.)"""
+    command = data.draw(strategies.sampled_from(sorted(OPTIONS)))
+    word = strategies.sampled_from([*OPTIONS[command], *NONSENSE])
+    arguments = [command, *data.draw(strategies.lists(word, min_size=1, max_size=5))]
+    for name in cli.OWN.values():
+        monkeypatch.setattr(importlib.import_module(name, "cce_tp.launch"), "run", lambda options: 0)
+    monkeypatch.setattr("runpy.run_path", lambda *a, **k: pretrain_gpt.make_parser().parse_args(sys.argv[1:]))
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    try:
+        code: Any = cli.main(arguments)
+    except SystemExit as stopped:
+        code = stopped.code
+    message = capsys.readouterr().err
+    assert code in (0, 2)
+    assert message.count("\n") == (code == 2), message
+    assert (": error: " in message) == (code == 2)
 
 
 @pytest.mark.parametrize("command", [[], ["plan"], ["doctor"], ["keep-rate"], ["bench"], ["accuracy"], ["tune"]])
