@@ -6,6 +6,7 @@ are such.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -15,7 +16,6 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ sys.path.append(str(EXAMPLES))
 import pretrain_gpt  # noqa: E402
 import text_data  # noqa: E402
 
-LIMIT = 120
+LIMIT = 200
 TORCHRUN = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "here", "MASTER_PORT": "1234"}
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
 HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
@@ -190,6 +190,10 @@ def run_all(starts: list[Start]) -> list[str]:
         printed = [process.communicate(timeout=LIMIT)[0] for process in running]
     finally:
         for process in running:
+            process.terminate()  # a launcher then ends what it has started
+        for process in running:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=20)
             process.kill()
     assert [process.returncode for process in running] == [0] * len(running), "\n".join(printed)
     return printed
@@ -646,7 +650,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run_folder(folder: Path, *files: str, length: int = 64, tokens: int = 10**6) -> Model:
     return load_folder(
-        folder, [folder / name for name in files], length, tokens, lambda n: nullcontext(Silent(n)), "cpu"
+        folder, [folder / name for name in files], length, tokens, lambda n: contextlib.nullcontext(Silent(n)), "cpu"
     )
 
 
