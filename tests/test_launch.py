@@ -97,6 +97,7 @@ def test_without_a_launcher_a_process_is_alone() -> None:
     ],
 )
 def test_broken_environments_get_one_sentence(environ: dict[str, str], message: str) -> None:
+    """B46, as is the test above: ranks are mapped, or one clear message."""
     with pytest.raises(ValueError, match=message) as raised:
         discover(environ)
     assert "\n" not in str(raised.value)
@@ -248,6 +249,21 @@ def test_mpirun_without_mpi4py_says_what_to_do(monkeypatch: pytest.MonkeyPatch, 
     assert refused(["doctor", "--device", "cpu"], capsys).startswith(
         "cce-tp doctor: error: mpirun (Open MPI) does not say where the processes meet: pip install mpi4py"
     )
+
+
+def test_the_package_works_without_triton() -> None:
+    """B46: it is imported, computes on the CPU, and names what is missing where the kernels are asked for."""
+    script = """
+import sys
+sys.modules["triton"] = None
+import torch, cce_tp, cce_tp.launch
+e, c, target = torch.ones(3, 4), torch.zeros(5, 4), torch.tensor([0, 1, 2])
+print(float(cce_tp.linear_cross_entropy(e, c, target)))
+cce_tp.linear_cross_entropy(e, c, target, implementation="triton")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=LIMIT)
+    assert float(done.stdout) == pytest.approx(np.log(5))
+    assert done.stderr.splitlines()[-1].endswith("the package triton is not installed (pip install triton)")
 
 
 def _broken_reduction(rank: Rank, broken_rank: int) -> list[doctor.Finding]:

@@ -112,7 +112,15 @@ def _sampled(problem: LocalProblem) -> Any:
 
 
 @pytest.mark.parametrize(
-    "shape", [(8192, 256000, 2304), (8192, 32000, 4096), (8184, 49152, 576), (16000, 32000, 512), (1000, 151936, 8192)]
+    "shape",
+    [
+        (8192, 256000, 2304),
+        (8192, 32000, 4096),
+        (8184, 49152, 576),
+        (16000, 32000, 512),
+        (4096, 4000, 256),
+        (1024, 2000, 8192),
+    ],
 )
 @pytest.mark.parametrize(
     ("planned", "run"), [(plan.loss_alone, _forward), (plan.exact, _exact), (plan.sampled, _sampled)]
@@ -134,9 +142,9 @@ def test_plan_is_what_the_launchers_allocate(
         problem = LocalProblem(e, c, torch.empty(tokens, dtype=torch.int64))
     with Allocations((e, c, problem.target)) as allocations:
         results = run(problem)
-    assert planned(plan.Shape(*shape, tp=1, dtype=torch.bfloat16, eps=2.0**-8)) == pytest.approx(
-        allocations.peak, rel=0.02
-    )
+    of_the_loss = plan.LOSS_VALUES * plan.FP32 * tokens  # made of the partials, which is not run here
+    layer = plan.Shape(*shape, tp=1, dtype=torch.bfloat16, eps=2.0**-8)
+    assert planned(layer) == pytest.approx(allocations.peak, rel=0.02, abs=of_the_loss)
     del results
     assert allocations.live == 0
 
