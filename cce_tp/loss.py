@@ -219,7 +219,7 @@ def _plan_sampling(call: _Call, problem: LocalProblem, target: Tensor, active: T
     device = problem.input.device
     hot = sampling.choose_hot_rows(target, active, shard.vocab_size, mode.reference_rows)
     rows = sampling.AnchorRows.choose(hot, shard.vocab_size)
-    sums = sampling.anchor_sums(problem, rows, shard.start, shard.num_real)
+    sums = call.implementation.anchor_sums(problem, rows, shard.start, shard.num_real)
     anchor = sampling.anchor(collectives.sum_small(sums, call.group), rows, target, active)
     local = hot.ids - shard.start
     return SamplingPlan(

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import hopper
 from .fold import empty_partials
 from .interface import Partials
 from .logits import LOG2E, LogitOperands, finish_logits, grouped_tile, row_products
@@ -189,8 +190,11 @@ def fold_kernel(  # type: ignore[no-untyped-def]
         tl.store(argmax_out + o_n, tl.where(b_first == 2147483647, -1, b_first).to(tl.int64), mask=m_n)
 
 
-def partials(operands: LogitOperands, *, stats: bool, workspace: int | None) -> Partials:
+def partials(operands: LogitOperands, *, stats: bool, workspace: int | None, specialise: bool = True) -> Partials:
     """Launch the forward pass; nothing is launched for no tokens or no classifier rows.
+
+    Args:
+        specialise: whether warps may be specialised where they can (see ``hopper``).
 
     Raises:
         ValueError: ``workspace`` does not hold the partials of one tile of tokens.
@@ -202,7 +206,8 @@ def partials(operands: LogitOperands, *, stats: bool, workspace: int | None) -> 
     if num_tokens == 0 or num_rows == 0:
         return results
 
-    num_tiles = triton.cdiv(num_rows, operands.tile.cols)
+    specialise = specialise and hopper.available(operands, stats=stats)
+    num_tiles = triton.cdiv(num_rows, hopper.COLS if specialise else operands.tile.cols)
     fields = 2 + smoothing + stats
     chunk = _tokens_at_once(operands, num_tiles, fields + stats, workspace)
     new = operands.input.new_empty
@@ -212,12 +217,15 @@ def partials(operands: LogitOperands, *, stats: bool, workspace: int | None) -> 
     for start in range(0, num_tokens, chunk):
         stop = min(start + chunk, num_tokens)
         part = operands.tokens(start, stop)
-        _partials_kernel[part.grid()](
-            *part.handles(), part.bias, part.smoothing_weight, part.target,
-            buffer, argmax_buffer, mass, results.target_logit[start:stop],
-            *part.sizes(), part.scale, part.softcap or 1.0,
-            STATS=stats, **part.flags(),
-        )  # fmt: skip
+        if specialise:
+            hopper.reduce_tiles(part, buffer, results.target_logit[start:stop])
+        else:
+            _partials_kernel[part.grid()](
+                *part.handles(), part.bias, part.smoothing_weight, part.target,
+                buffer, argmax_buffer, mass, results.target_logit[start:stop],
+                *part.sizes(), part.scale, part.softcap or 1.0,
+                STATS=stats, **part.flags(),
+            )  # fmt: skip
         fold_kernel[(triton.cdiv(stop - start, FOLD_TOKENS),)](
             buffer, argmax_buffer, mass,
             *(None if out is None else out[start:stop] for out in folded(results)),

@@ -24,10 +24,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from .sampling import AnchorRows
 
 
 @dataclass(frozen=True)
@@ -205,6 +208,11 @@ class LocalImplementation(Protocol):
         on_input_grad: InputGradReady,
     ) -> Tensor | None:
         """Exact gradients of E (through ``on_input_grad``), C (into its buffer) and b (returned, fp32 ``[V]``)."""
+        ...
+
+    def anchor_sums(self, problem: LocalProblem, rows: AnchorRows, first_id: int, num_real: int) -> Tensor:
+        """What the sampled mode's anchor needs, see ``sampling.anchor_sums``: fp64 ``[5, N]``, to be summed over the
+        group. ``first_id`` is the vocabulary id of row 0; ``num_real`` rows are no padding."""
         ...
 
     def select(self, problem: LocalProblem, plan: SamplingPlan, *, stats: bool) -> tuple[Partials, Selection]:

@@ -5,10 +5,10 @@
 2. *grad E*, one program a token: it walks the token's list a few entries at a time. Gathering row v of C once gives the
    logit (an fp32 dot product with the token's row of E), hence the weight, and then adds ``weight * C_v`` in registers.
    The target's own entry, unless hot, comes last and is exact. Weights are kept, one a slot, for
-3. *grad C*, one program a row: the entries are transposed first. Each slot counts itself in at its column (integer
+3. *grad C*: the entries are transposed first. Each slot counts itself in at its column (integer
    atomics), columns get consecutive places, and within a column entries are put back into ascending order, so neither
    the sums nor their last bits depend on what the atomics did. Then each row of grad C is summed in registers and
-   written once; with ``accumulate``, rows that do not occur are not touched.
+   written once, a few rows to a program; with ``accumulate``, rows that do not occur are not touched.
 4. Label smoothing, which without a softcap is a product of two vectors, is added where 2 and 3 write.
 
 Numerics:
@@ -42,8 +42,9 @@ HOT_BYTES = 16 * 2**20
 MOST_IN_REGISTERS = 8192
 """Longest row that one program holds; longer ones are read twice."""
 LONG_BLOCK = 2048
-COLUMN_BLOCK, COLUMN_MANY, COLUMN_AT_ONCE = 512, 8, 4
-"""What one program of grad C sums: elements of a row, entries at a time as long as there are many, and at the end."""
+COLUMN_BLOCK, COLUMN_ROWS, COLUMN_MANY, COLUMN_AT_ONCE = 512, 8, 8, 2
+"""What one program of grad C sums: elements of a row, rows one after another, entries of a row at a time as long as
+there are many, and at the end."""
 SMALLEST_PROBABILITY = tl.constexpr(2.0**-23)
 FP16_PEAK_EXPONENT = 13
 SLOTS_AT_ONCE = 256
@@ -451,10 +452,13 @@ def _column_sum(  # type: ignore[no-untyped-def]
     return b_sum, tl.sum(b_g, 0)
 
 
-@triton.jit(do_not_specialize=["num_blocks", "slots_per_token"])
-def _weight_grad_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _weight_grad_row(  # type: ignore[no-untyped-def]
+    v,
+    piece,
+    begin,
+    end,
     input,
-    starts,
     ordered,
     slot_grads,
     hot_place,
@@ -466,7 +470,6 @@ def _weight_grad_kernel(  # type: ignore[no-untyped-def]
     out,
     bias_out,
     hidden,
-    num_blocks,
     slots_per_token,
     input_stride_n,
     input_stride_d,
@@ -482,12 +485,8 @@ def _weight_grad_kernel(  # type: ignore[no-untyped-def]
     AT_ONCE: tl.constexpr,
 ):
     """One piece of one row of grad C; the first piece also makes the gradient of the row's bias."""
-    v = (tl.program_id(0) // num_blocks).to(tl.int64)
-    piece = tl.program_id(0) % num_blocks
     o_d = (piece * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     m_d = o_d < hidden
-    begin = tl.load(starts + v)
-    end = tl.load(starts + v + 1)
     hot = tl.full((), -1, tl.int32)
     if HAS_HOT:
         hot = tl.load(hot_place + v)
@@ -535,6 +534,54 @@ def _weight_grad_kernel(  # type: ignore[no-untyped-def]
             if HAS_SMOOTHING:
                 s_bias -= tl.load(smoothing_weight + v) * scale * tl.load(smoothing_sum)
             tl.store(bias_out + v, s_bias)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_blocks", "slots_per_token"])
+def _weight_grad_kernel(  # type: ignore[no-untyped-def]
+    input,
+    starts,
+    ordered,
+    slot_grads,
+    hot_place,
+    hot_weight_grad,
+    hot_bias_grad,
+    smoothing_weight,
+    smoothed_input,
+    smoothing_sum,
+    out,
+    bias_out,
+    hidden,
+    num_rows,
+    num_blocks,
+    slots_per_token,
+    input_stride_n,
+    input_stride_d,
+    out_stride_v,
+    scale,
+    HAS_HOT: tl.constexpr,
+    HAS_SMOOTHING: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    WRITE: tl.constexpr,
+    BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    MANY: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    """One piece of ROWS rows of grad C: most have few entries or none, and aren't worth a program of their own."""
+    first = (tl.program_id(0) // num_blocks).to(tl.int64) * ROWS
+    piece = tl.program_id(0) % num_blocks
+    begin = tl.load(starts + first)
+    for row in range(0, tl.minimum(num_rows - first, ROWS)):
+        end = tl.load(starts + first + row + 1)
+        _weight_grad_row(
+            first + row, piece, begin, end,
+            input, ordered, slot_grads, hot_place, hot_weight_grad, hot_bias_grad,
+            smoothing_weight, smoothed_input, smoothing_sum, out, bias_out,
+            hidden, slots_per_token, input_stride_n, input_stride_d, out_stride_v, scale,
+            HAS_HOT, HAS_SMOOTHING, ACCUMULATE, WRITE, BIAS, BLOCK, MANY, AT_ONCE,
+        )  # fmt: skip
+        begin = end
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_rows"])
@@ -897,17 +944,17 @@ class _Backward:
         buffer = None if request.weight is None else request.weight.buffer
         block = min(triton.next_power_of_2(problem.hidden_size), COLUMN_BLOCK)
         blocks = 1 if buffer is None else triton.cdiv(problem.hidden_size, block)
-        _weight_grad_kernel[(problem.num_rows * blocks,)](
+        _weight_grad_kernel[(triton.cdiv(problem.num_rows, COLUMN_ROWS) * blocks,)](
             problem.input, starts, ordered, slot_grads,
             None if hot is None else hot.place,
             None if hot is None else hot.weight_grad,
             None if hot is None else hot.bias_grad,
             self.smoothing_weight, smoothed, total, buffer, bias_grad,
-            problem.hidden_size, blocks, self.selection.budget + 1,
+            problem.hidden_size, problem.num_rows, blocks, self.selection.budget + 1,
             *problem.input.stride(), 0 if buffer is None else buffer.stride(0), problem.logit_scale,
             HAS_HOT=hot is not None, HAS_SMOOTHING=self.smoothing is not None,
             ACCUMULATE=request.weight is not None and request.weight.accumulate,
-            WRITE=buffer is not None, BIAS=bias_grad is not None, BLOCK=block, MANY=COLUMN_MANY,
+            WRITE=buffer is not None, BIAS=bias_grad is not None, BLOCK=block, ROWS=COLUMN_ROWS, MANY=COLUMN_MANY,
             AT_ONCE=COLUMN_AT_ONCE, num_warps=max(1, block // 512),
         )  # fmt: skip
         return bias_grad

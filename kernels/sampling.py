@@ -12,9 +12,11 @@ Three kinds of entries are not left to chance:
 - label smoothing, which without a softcap is a product of two vectors.
 
 Numerics. Randomness is a hash of (seed, token, *global* vocabulary id), so a decision depends neither on the number of
-ranks nor on the tiles. ``u`` has 23 bits and is compared as a float in [1, 2): ``u + 1 < fl(1 + pi)``. The probability
-of that is exactly ``fl(1 + pi) - 1``, which is therefore what the weight divides by; below ``pi = 2^-24`` nothing is
-kept.
+ranks nor on the tiles. Token and id are hashed well, each for itself, which costs nothing; what an entry costs is one
+multiplication, ``a_n b_v + c_n mod 2^32``, whose upper bits are uniform, and independent for any two entries but for
+some 2^-20 of the pairs. Variances ask for no more than that. ``u`` has 23 bits and is compared as a float in [1, 2):
+``u + 1 < fl(1 + pi)``. The probability of that is exactly ``fl(1 + pi) - 1``, which is therefore what the weight
+divides by; below ``pi = 2^-24`` nothing is kept.
 
 Lists are bounded without a look at the data: a token that kept more than its budget of entries keeps a systematic
 sample of them, entry i iff ``(i b + phi) mod count < b`` for one uniform phi a token, and its weights take the factor
@@ -34,16 +36,20 @@ from .interface import LocalProblem
 GOLDEN = 0x9E3779B1
 MIX_1 = 0x7FEB352D
 MIX_2 = 0x846CA68B
-SCRAMBLE = 0x85EBCA77
 TOKEN_SALT = 0x2545F491
 ID_SALT = 0x3C6EF372
 PHASE_SALT = 0x1B56C4E9
+OFFSET_SALT = 0x6A09E667
 _MASK = 0xFFFFFFFF
 
+WORD_BITS = 32
+"""Decisions on neighbouring columns that share a word of a bitmap."""
+SMALLEST_SUM, LARGEST_SUM = 2.0**-90, 2.0**20
+"""Between them, a tile's sum of exponentials relative to the anchor is as good as one relative to its maximum."""
 COLD_ROWS = 1024
 """Rows outside the hot ones whose mean logit stands for all the others in the anchor."""
 _ANCHOR_TOKENS = 1024
-_LARGEST_EXPONENT = 600.0
+LARGEST_EXPONENT = 600.0
 
 
 @dataclass(frozen=True)
@@ -81,10 +87,8 @@ def id_hash(seed: Tensor, ids: Tensor) -> Tensor:
 
 
 def uniform_in_1_2(token: Tensor, column: Tensor) -> Tensor:
-    """The entry's random number, fp32 in [1, 2) with 23 bits. Broadcasts."""
-    x = ((token ^ column) * GOLDEN) & _MASK
-    x = x ^ (x >> 15)
-    x = (x * SCRAMBLE) & _MASK
+    """The entry's random number, fp32 in [1, 2) with 23 bits, from both hashes. Broadcasts."""
+    x = ((token | 1) * column + mix(token + OFFSET_SALT)) & _MASK
     return ((x >> 9) | 0x3F800000).to(torch.int32).view(torch.float32)
 
 
@@ -124,6 +128,21 @@ def choose_hot_rows(target: Tensor, active: Tensor, vocab_size: int, rows: int) 
 
 
 @dataclass(frozen=True)
+class LookedAt:
+    """The anchor's rows as one rank sees them: ``[H + S]`` each.
+
+    Attributes:
+        rows: local rows, int64; 0 for those that another rank holds.
+        hot: bool, a hot row that is here.
+        cold: bool, a row of the cold sample that is here.
+    """
+
+    rows: Tensor
+    hot: Tensor
+    cold: Tensor
+
+
+@dataclass(frozen=True)
 class AnchorRows:
     """The rows that the anchor looks at: hot ones, and a strided sample of the others (``is_cold``: not hot)."""
 
@@ -138,6 +157,17 @@ class AnchorRows:
         cold_ids = torch.arange(size, device=hot.ids.device) * vocab_size // size
         return cls(hot, cold_ids, ~hot.is_hot[cold_ids], vocab_size)
 
+    def local(self, first_id: int, num_real: int) -> LookedAt:
+        """As seen by the rank that holds ids from ``first_id`` on, ``num_real`` of them."""
+        rows = torch.cat([self.hot.ids, self.cold_ids]) - first_id
+        here = (rows >= 0) & (rows < num_real)
+        nowhere = torch.zeros_like(self.hot.ids, dtype=torch.bool)
+        return LookedAt(
+            rows=torch.where(here, rows, 0),
+            hot=here & torch.cat([~nowhere, torch.zeros_like(self.is_cold)]),
+            cold=here & torch.cat([nowhere, self.is_cold]),
+        )
+
 
 def anchor_sums(problem: LocalProblem, rows: AnchorRows, first_id: int, num_real: int) -> Tensor:
     """This rank's part of the anchor, to be summed over the group: fp64 ``[5, N]``.
@@ -149,34 +179,35 @@ def anchor_sums(problem: LocalProblem, rows: AnchorRows, first_id: int, num_real
     sums = torch.zeros(5, problem.num_tokens, dtype=torch.float64, device=problem.input.device)
     if problem.num_rows == 0 or problem.num_tokens == 0:
         return sums
-    ids = torch.cat([rows.hot.ids, rows.cold_ids]) - first_id
-    mine = (ids >= 0) & (ids < num_real)
-    ids = torch.where(mine, ids, 0)
-    num_hot = rows.hot.ids.shape[0]
-    hot_mine, cold_mine = mine[:num_hot], mine[num_hot:] & rows.is_cold
-    looked_at = problem.weight[ids]
+    looked_at = rows.local(first_id, num_real)
+    weight = problem.weight[looked_at.rows]
     for start in range(0, problem.num_tokens, _ANCHOR_TOKENS):
         block = slice(start, start + _ANCHOR_TOKENS)
-        z = finish_logits(problem, problem.input[block] @ looked_at.T, ids)
-        exponentials = z.double().clamp(max=_LARGEST_EXPONENT).exp()
-        cold = torch.where(cold_mine, z[:, num_hot:], 0.0).double()
-        sums[0, block] = torch.where(hot_mine, exponentials[:, :num_hot], 0.0).sum(dim=1)
+        z = finish_logits(problem, problem.input[block] @ weight.T, looked_at.rows)
+        exponentials = z.double().clamp(max=LARGEST_EXPONENT).exp()
+        cold = torch.where(looked_at.cold, z, 0.0).double()
+        sums[0, block] = torch.where(looked_at.hot, exponentials, 0.0).sum(dim=1)
         sums[2, block] = cold.sum(dim=1)
         sums[3, block] = cold.square().sum(dim=1)
-        sums[4, block] = torch.where(cold_mine, exponentials[:, num_hot:], 0.0).sum(dim=1)
+        sums[4, block] = torch.where(looked_at.cold, exponentials, 0.0).sum(dim=1)
     sums[1] = _target_logits(problem, rows, first_id)
     return sums
 
 
+def counted(problem: LocalProblem, rows: AnchorRows, first_id: int) -> Tensor:
+    """Bool ``[N]``: the token's target is here, and not hot (it would count twice)."""
+    ids = problem.target.clamp(min=0) + first_id
+    return (problem.target >= 0) & ~rows.hot.is_hot[ids.clamp(max=rows.vocab_size - 1)]
+
+
 def _target_logits(problem: LocalProblem, rows: AnchorRows, first_id: int) -> Tensor:
     row = problem.target.clamp(min=0)
-    counted = (problem.target >= 0) & ~rows.hot.is_hot[(row + first_id).clamp(max=rows.vocab_size - 1)]
     dots = torch.zeros(problem.num_tokens, dtype=torch.float32, device=problem.input.device)
     for start in range(0, problem.num_tokens, _ANCHOR_TOKENS):
         block = slice(start, start + _ANCHOR_TOKENS)
         dots[block] = (problem.input[block].float() * problem.weight[row[block]].float()).sum(dim=1)
     z = finish_logits(problem, dots[:, None], row, paired=True)[:, 0]
-    return torch.where(counted, z, 0.0).double()
+    return torch.where(counted(problem, rows, first_id), z, 0.0).double()
 
 
 def finish_logits(problem: LocalProblem, products: Tensor, rows: Tensor, paired: bool = False) -> Tensor:
@@ -203,7 +234,7 @@ def anchor(sums: Tensor, rows: AnchorRows, target: Tensor, active: Tensor) -> Te
     size = sample.clamp(min=1)
     mean = sums[2] / size
     normal = mean + 0.5 * (sums[3] / size - mean.square()).clamp(min=0.0)
-    typical = torch.minimum(normal.clamp(max=_LARGEST_EXPONENT).exp(), sums[4] / size)
-    total = sums[0] + torch.where(outside, sums[1].clamp(max=_LARGEST_EXPONENT).exp(), 0.0)
+    typical = torch.minimum(normal.clamp(max=LARGEST_EXPONENT).exp(), sums[4] / size)
+    total = sums[0] + torch.where(outside, sums[1].clamp(max=LARGEST_EXPONENT).exp(), 0.0)
     total = total + torch.where(sample > 0, float(others) * typical, 0.0)
     return total.log().float()

@@ -32,7 +32,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import forward, sampling
+from . import forward, hopper, sampling
 from .fold import empty_partials
 from .interface import LocalProblem, Partials, SamplingPlan
 from .logits import LOG2E, LogitOperands, finish_logits, grouped_tile, row_products
@@ -41,7 +41,7 @@ from .workspace import ALLOCATION, FP32_BYTES, allocated, workspace_too_small
 
 CHUNK_BYTES = 48 * 2**20
 """Default size of the bitmap and the partials together: beyond it, tokens are taken in chunks."""
-WORD_BITS: tl.constexpr = tl.constexpr(32)
+WORD_BITS: tl.constexpr = tl.constexpr(sampling.WORD_BITS)
 LIST_WORDS = 8192
 """Most words of a bitmap that a program reads at once."""
 FOLD_TOKENS, FOLD_TILES = 8, 128
@@ -50,14 +50,14 @@ HASH_SIZE = 1024
 GOLDEN = tl.constexpr(sampling.GOLDEN)
 MIX_1 = tl.constexpr(sampling.MIX_1)
 MIX_2 = tl.constexpr(sampling.MIX_2)
-SCRAMBLE = tl.constexpr(sampling.SCRAMBLE)
 TOKEN_SALT = tl.constexpr(sampling.TOKEN_SALT)
 ID_SALT = tl.constexpr(sampling.ID_SALT)
 PHASE_SALT = tl.constexpr(sampling.PHASE_SALT)
+OFFSET_SALT = tl.constexpr(sampling.OFFSET_SALT)
 SLOW_XOR = tl.constexpr(INTERPRETED)
 NOWHERE = tl.constexpr(2**31 - 1)
-SMALLEST_SUM = tl.constexpr(2.0**-90)
-LARGEST_SUM = tl.constexpr(2.0**20)
+SMALLEST_SUM = tl.constexpr(sampling.SMALLEST_SUM)
+LARGEST_SUM = tl.constexpr(sampling.LARGEST_SUM)
 
 
 @dataclass(frozen=True)
@@ -114,13 +114,13 @@ def popcount(x):  # type: ignore[no-untyped-def]
     return ((x * 0x01010101) >> 24).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_rows", "first_id"])
-def _hash_kernel(seed, token_hashes, id_hashes, num_tokens, num_rows, first_id, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["num_tokens", "num_ids", "first_id"])
+def _hash_kernel(seed, token_hashes, id_hashes, num_tokens, num_ids, first_id, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Every token's and every row's hash: a tile would repeat it for each of its threads."""
     o = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     b_seed = tl.load(seed)
     tl.store(token_hashes + o, token_hash(b_seed, o).to(tl.int32, bitcast=True), mask=o < num_tokens)
-    tl.store(id_hashes + o, id_hash(b_seed, first_id + o).to(tl.int32, bitcast=True), mask=o < num_rows)
+    tl.store(id_hashes + o, id_hash(b_seed, first_id + o).to(tl.int32, bitcast=True), mask=o < num_ids)
 
 
 @triton.jit
@@ -138,38 +138,36 @@ def _quarters(b):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _decide(  # type: ignore[no-untyped-def]
-    b_z,
-    b_anchor,
-    b_token,
-    b_own,
-    m_n,
-    b_id,
-    cold,
-    p_words,
-    v0,
-    log2_inverse_eps,
-):
-    """Store the decisions on some columns of a tile, and return each token's sum of ``exp(z - r) / eps``.
-
-    Taking few columns at a time keeps the temporaries in registers.
-    """
+def _decide(b_z, b_shift, b_factor, b_offset, b_id):  # type: ignore[no-untyped-def]
+    """``exp(z - r) / eps`` of some columns of a tile, and the decisions on them, 32 columns to a word."""
     COLS: tl.constexpr = b_z.shape[1]
-    WORDS: tl.constexpr = COLS // WORD_BITS
-    o_word = v0 // WORD_BITS + tl.arange(0, WORDS)
-    b_cold = tl.load(cold + o_word)
-    b_odds = tl.exp2(tl.fma(b_z - b_anchor[:, None], LOG2E, log2_inverse_eps))
-    b_x = (b_token[:, None] ^ b_id) * GOLDEN
-    b_x = (b_x ^ (b_x >> 15)) * SCRAMBLE
+    b_odds = tl.exp2(tl.fma(b_z, LOG2E, b_shift[:, None]))
+    b_x = b_factor[:, None] * b_id + b_offset[:, None]
     b_u = ((b_x >> 9) | 0x3F800000).to(tl.float32, bitcast=True)
     b_bits = tl.where(b_u < b_odds + 1.0, (1 << (tl.arange(0, COLS) % WORD_BITS))[None, :], 0)
-    b_bits = tl.reshape(b_bits, (b_z.shape[0], WORDS, WORD_BITS))
+    b_bits = tl.reshape(b_bits, (b_z.shape[0], COLS // WORD_BITS, WORD_BITS))
     # No two bits of a word are the same, so + would do, but the compiler makes more of it. The interpreter, less.
-    b_words = tl.sum(b_bits, 2) if SLOW_XOR else tl.xor_sum(b_bits, 2)
-    m_own = (b_own // WORD_BITS)[:, None] == o_word[None, :]
-    b_words &= b_cold[None, :] & ~tl.where(m_own, (1 << (b_own % WORD_BITS))[:, None], 0)
-    tl.store(p_words[:, None] + o_word[None, :], b_words, mask=m_n[:, None])
-    return tl.sum(b_odds, 1)
+    return b_odds, tl.sum(b_bits, 2) if SLOW_XOR else tl.xor_sum(b_bits, 2)
+
+
+@triton.jit
+def _decide_tile(b_z, b_shift, b_factor, b_offset, b_id):  # type: ignore[no-untyped-def]
+    """Each token's sum of ``exp(z - r) / eps``, and its words. Few columns at a time keep temporaries in registers."""
+    ROWS: tl.constexpr = b_z.shape[0]
+    COLS: tl.constexpr = b_z.shape[1]
+    if COLS >= 4 * WORD_BITS:
+        b_0, b_1, b_2, b_3 = _quarters(b_z)
+        b_id_0, b_id_1, b_id_2, b_id_3 = _quarters(b_id[None, :])
+        b_odds_0, b_words_0 = _decide(b_0, b_shift, b_factor, b_offset, b_id_0)
+        b_odds_1, b_words_1 = _decide(b_1, b_shift, b_factor, b_offset, b_id_1)
+        b_odds_2, b_words_2 = _decide(b_2, b_shift, b_factor, b_offset, b_id_2)
+        b_odds_3, b_words_3 = _decide(b_3, b_shift, b_factor, b_offset, b_id_3)
+        b_sum = tl.sum((b_odds_0 + b_odds_1) + (b_odds_2 + b_odds_3), 1)
+        b_words = tl.join(tl.join(b_words_0, b_words_1), tl.join(b_words_2, b_words_3))
+        return b_sum, tl.reshape(tl.permute(b_words, (0, 3, 2, 1)), (ROWS, COLS // WORD_BITS))
+    else:
+        b_odds, b_words = _decide(b_z, b_shift, b_factor, b_offset, b_id[None, :])
+        return tl.sum(b_odds, 1), b_words
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_rows", "words_per_token"])
@@ -213,8 +211,6 @@ def _select_kernel(  # type: ignore[no-untyped-def]
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    QUARTERS: tl.constexpr = COLS >= 4 * WORD_BITS
-    PART: tl.constexpr = COLS // 4
     num_tiles = tl.cdiv(num_rows, COLS)
     pid_n, pid_v = grouped_tile(tl.program_id(0), tl.cdiv(num_tokens, ROWS), num_tiles, GROUP)
     n0 = pid_n * ROWS
@@ -230,7 +226,9 @@ def _select_kernel(  # type: ignore[no-untyped-def]
     b_col = tl.where(m_hit, b_target - v0, -1).to(tl.int32)
     b_anchor = tl.load(anchor + o_n, mask=m_n, other=0.0)
     b_token = tl.load(token_hashes + o_n, mask=m_n, other=0).to(tl.uint32, bitcast=True)
-    b_id = tl.load(id_hashes + o_v, mask=m_v, other=0).to(tl.uint32, bitcast=True)
+    b_id = tl.load(id_hashes + o_v).to(tl.uint32, bitcast=True)
+    o_word = v0 // WORD_BITS + tl.arange(0, COLS // WORD_BITS)
+    b_cold = tl.load(cold + o_word)
     b_bias = 0.0
     if HAS_BIAS:
         b_bias = tl.load(bias + o_v, mask=m_v, other=0.0).to(tl.float32)
@@ -249,17 +247,13 @@ def _select_kernel(  # type: ignore[no-untyped-def]
         b_z = tl.where(m_v[None, :], b_z, float("-inf"))
 
     # A token without gradient: its decisions are stored, and dropped with the others that the lists leave out.
+    b_shift = tl.fma(b_anchor, -LOG2E, log2_inverse_eps)
+    b_odds, b_words = _decide_tile(b_z, b_shift, b_token | 1, mix(b_token + OFFSET_SALT), b_id)
     b_own = tl.where(m_hit, b_target, NOWHERE).to(tl.int32)
-    p_words = bitmap + o_n.to(tl.int64) * words_per_token
-    if QUARTERS:
-        b_0, b_1, b_2, b_3 = _quarters(b_z)
-        b_id_0, b_id_1, b_id_2, b_id_3 = _quarters(b_id[None, :])
-        b_odds = _decide(b_0, b_anchor, b_token, b_own, m_n, b_id_0, cold, p_words, v0, log2_inverse_eps)
-        b_odds += _decide(b_1, b_anchor, b_token, b_own, m_n, b_id_1, cold, p_words, v0 + PART, log2_inverse_eps)
-        b_odds += _decide(b_2, b_anchor, b_token, b_own, m_n, b_id_2, cold, p_words, v0 + 2 * PART, log2_inverse_eps)
-        b_odds += _decide(b_3, b_anchor, b_token, b_own, m_n, b_id_3, cold, p_words, v0 + 3 * PART, log2_inverse_eps)
-    else:
-        b_odds = _decide(b_z, b_anchor, b_token, b_own, m_n, b_id[None, :], cold, p_words, v0, log2_inverse_eps)
+    m_own = (b_own // WORD_BITS)[:, None] == o_word[None, :]
+    b_words &= b_cold[None, :] & ~tl.where(m_own, (1 << (b_own % WORD_BITS))[:, None], 0)
+    p_words = bitmap + o_n.to(tl.int64)[:, None] * words_per_token + o_word[None, :]
+    tl.store(p_words, b_words, mask=m_n[:, None])
 
     field = num_tiles.to(tl.int64) * num_tokens
     p_out = partials + pid_v.to(tl.int64) * num_tokens + o_n
@@ -285,6 +279,14 @@ def _select_kernel(  # type: ignore[no-untyped-def]
         b_sum = b_odds * eps
         m_fine = (b_odds > SMALLEST_SUM) & (b_sum < LARGEST_SUM)
         if tl.min((m_fine | ~m_n).to(tl.int32), 0) == 0:
+            # Rare. Keeping the tile for it, instead of computing it again, would cost every tile its registers.
+            b_z = row_products(
+                input, weight, n0, v0, num_tokens, num_rows, hidden,
+                input_stride_n, input_stride_d, weight_stride_v, weight_stride_d,
+                ROWS, COLS, INNER, EVEN_INNER, TMA, PRECISION,
+            )  # fmt: skip
+            b_z = finish_logits(b_z, b_bias, scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP)
+            b_z = tl.where(m_v[None, :], b_z, float("-inf"))
             b_ref = tl.max(b_z, 1)
             b_top = tl.where(b_ref > float("-inf"), b_ref, 0.0)
             b_sum = tl.sum(tl.exp2((b_z - b_top[:, None]) * LOG2E), 1)
@@ -355,12 +357,13 @@ def _list_kernel(  # type: ignore[no-untyped-def]
 
 
 def select(
-    problem: LocalProblem, plan: SamplingPlan, *, stats: bool, allow_tma: bool = True
+    problem: LocalProblem, plan: SamplingPlan, *, stats: bool, allow_tma: bool = True, specialise: bool = True
 ) -> tuple[Partials, Selection]:
     """The contract's ``select``.
 
     Args:
         allow_tma: whether tensor memory descriptors may be used where they can.
+        specialise: whether warps may be specialised where they can (see ``hopper``).
 
     Raises:
         ValueError: the workspace does not hold the lists, and what one tile of tokens needs.
@@ -376,8 +379,9 @@ def select(
         return results, Selection(rows, nothing, nothing)
 
     operands = LogitOperands.prepare(problem, allow_tma=allow_tma)
+    specialise = specialise and hopper.available_to_select(operands, stats=stats)
     num_tiles = triton.cdiv(num_rows, operands.tile.cols)
-    words = num_tiles * operands.tile.cols // WORD_BITS.value
+    words = num_tiles * operands.tile.cols // sampling.WORD_BITS
     selection = Selection(rows, new(num_tokens, dtype=torch.int32), cold_words(plan.hot, num_rows, words))
     fields = 2 + smoothing + stats
     chunk = _tokens_at_once(
@@ -391,20 +395,27 @@ def select(
     bitmap = new((chunk, words), dtype=torch.int32)
     list_words = min(triton.next_power_of_2(words), LIST_WORDS)
     anchor, active = plan.anchor.contiguous(), plan.active.contiguous()
-    token_hashes, id_hashes = new(num_tokens, dtype=torch.int32), new(num_rows, dtype=torch.int32)
-    _hash_kernel[(triton.cdiv(max(num_tokens, num_rows), HASH_SIZE),)](
-        plan.seed, token_hashes, id_hashes, num_tokens, num_rows, plan.first_id, SIZE=HASH_SIZE, num_warps=4
+    num_ids = words * WORD_BITS.value  # whole tiles of them
+    token_hashes, id_hashes = new(num_tokens, dtype=torch.int32), new(num_ids, dtype=torch.int32)
+    _hash_kernel[(triton.cdiv(max(num_tokens, num_ids), HASH_SIZE),)](
+        plan.seed, token_hashes, id_hashes, num_tokens, num_ids, plan.first_id, SIZE=HASH_SIZE, num_warps=4
     )
     for start in range(0, num_tokens, chunk):
         stop = min(start + chunk, num_tokens)
         part = operands.tokens(start, stop)
-        _select_kernel[part.grid()](
-            *part.handles(), part.bias, part.smoothing_weight, part.target,
-            anchor[start:stop], token_hashes[start:stop], id_hashes, selection.cold,
-            buffer, argmax_buffer, mass, results.target_logit[start:stop], bitmap,
-            *part.sizes(), part.scale, part.softcap or 1.0, plan.eps, -math.log2(plan.eps),
-            words, STATS=stats, **part.flags(),
-        )  # fmt: skip
+        eps = (plan.eps, -math.log2(plan.eps))
+        if specialise:
+            hopper.select_tiles(
+                part, anchor[start:stop], (token_hashes[start:stop], id_hashes), selection.cold, eps,
+                buffer, results.target_logit[start:stop], bitmap,
+            )  # fmt: skip
+        else:
+            _select_kernel[part.grid()](
+                *part.handles(), part.bias, part.smoothing_weight, part.target,
+                anchor[start:stop], token_hashes[start:stop], id_hashes, selection.cold,
+                buffer, argmax_buffer, mass, results.target_logit[start:stop], bitmap,
+                *part.sizes(), part.scale, part.softcap or 1.0, *eps, words, STATS=stats, **part.flags(),
+            )  # fmt: skip
         forward.fold_kernel[(triton.cdiv(stop - start, FOLD_TOKENS),)](
             buffer, argmax_buffer, mass,
             *(None if out is None else out[start:stop] for out in forward.folded(results)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import reference, sampled_reference
+from . import reference, sampled_reference, sampling
 from .interface import GradientRequest, InputGradReady, LocalProblem, LogitGradient, Partials, SamplingPlan
 from .sampled_reference import Entries
 
@@ -29,6 +29,9 @@ class TorchImplementation:
         on_input_grad: InputGradReady,
     ) -> Tensor | None:
         return reference.gradients(problem, logit_grad, request, on_input_grad)
+
+    def anchor_sums(self, problem: LocalProblem, rows: sampling.AnchorRows, first_id: int, num_real: int) -> Tensor:
+        return sampling.anchor_sums(problem, rows, first_id, num_real)
 
     def select(self, problem: LocalProblem, plan: SamplingPlan, *, stats: bool) -> tuple[Partials, Entries]:
         return sampled_reference.select(problem, plan, stats=stats)

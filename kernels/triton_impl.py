@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from . import exact, forward, sampled, select_entries
+from . import anchor, exact, forward, sampled, sampling, select_entries
 from .interface import GradientRequest, InputGradReady, LocalProblem, LogitGradient, Partials, SamplingPlan
 from .logits import LogitOperands
 from .tiles import INTERPRETED
@@ -38,13 +38,15 @@ class TritonImplementation:
     Args:
         allow_tma: whether tensor memory descriptors may be used where they can.
         library: None to choose between the library's products and the package's own, or which of them to force.
+        specialise: whether warps may be specialised where they can.
     """
 
     name = "triton"
 
-    def __init__(self, *, allow_tma: bool = True, library: bool | None = None) -> None:
+    def __init__(self, *, allow_tma: bool = True, library: bool | None = None, specialise: bool = True) -> None:
         self.allow_tma = allow_tma
         self.library = library
+        self.specialise = specialise
 
     def least_workspace(self, num_tokens: int, hidden_size: int, num_rows: int, dtype: torch.dtype) -> int:
         if num_tokens == 0 or num_rows == 0:
@@ -58,7 +60,7 @@ class TritonImplementation:
         _check(problem)
         with _on_device(problem.input):
             operands = LogitOperands.prepare(problem, allow_tma=self.allow_tma)
-            return forward.partials(operands, stats=stats, workspace=problem.workspace)
+            return forward.partials(operands, stats=stats, workspace=problem.workspace, specialise=self.specialise)
 
     @torch.no_grad()
     def gradients(
@@ -76,12 +78,20 @@ class TritonImplementation:
             )
 
     @torch.no_grad()
+    def anchor_sums(self, problem: LocalProblem, rows: sampling.AnchorRows, first_id: int, num_real: int) -> Tensor:
+        _check(problem)
+        with _on_device(problem.input), torch.autocast(problem.input.device.type, enabled=False):
+            return anchor.anchor_sums(problem, rows, first_id, num_real, allow_tma=self.allow_tma)
+
+    @torch.no_grad()
     def select(
         self, problem: LocalProblem, plan: SamplingPlan, *, stats: bool
     ) -> tuple[Partials, select_entries.Selection]:
         _check(problem)
         with _on_device(problem.input), torch.autocast(problem.input.device.type, enabled=False):
-            return select_entries.select(problem, plan, stats=stats, allow_tma=self.allow_tma)
+            return select_entries.select(
+                problem, plan, stats=stats, allow_tma=self.allow_tma, specialise=self.specialise
+            )
 
     @torch.no_grad()
     def sampled_gradients(

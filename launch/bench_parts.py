@@ -15,6 +15,7 @@ from torch import Tensor
 from cce_tp.kernels import forward, sampled, sampling, select_entries
 from cce_tp.kernels.interface import GradientRequest, LocalProblem, LogitGradient, SamplingPlan, WeightGradBuffer
 from cce_tp.kernels.logits import LogitOperands
+from cce_tp.kernels.triton_impl import TRITON
 from cce_tp.options import Sampled
 
 from .bench_logits import Inputs
@@ -37,7 +38,7 @@ class SampledLoss:
         problem = self.problem
         hot = sampling.choose_hot_rows(problem.target, self.active, problem.num_rows, self.mode.reference_rows)
         rows = sampling.AnchorRows.choose(hot, problem.num_rows)
-        sums = sampling.anchor_sums(problem, rows, 0, problem.num_rows)
+        sums = TRITON.anchor_sums(problem, rows, 0, problem.num_rows)
         anchor = sampling.anchor(sums, rows, problem.target, self.active)
         return SamplingPlan(self.mode.eps, self.mode.most_entries, self.seed, anchor, self.active, hot.ids, 0)
 

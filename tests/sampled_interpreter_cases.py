@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from local_problem import LocalSpec, expected_gradients, logits, relative_error
-from sampled_problem import SampledCase, assert_same_entries, compare, kept_entries, run_sampled
+from local_problem import LocalSpec, expected_gradients, logits, make, relative_error
+from sampled_problem import SampledCase, assert_same_entries, compare, compare_anchor, kept_entries, run_sampled
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("TRITON_INTERPRET=1 is not set", allow_module_level=True)
@@ -285,3 +285,10 @@ def test_masked_logits() -> None:
     partials, selection = select_entries.select(nowhere, case.plan, stats=False)
     assert torch.equal(partials.sum_exp, torch.zeros_like(partials.sum_exp))
     assert int(selection.kept) == 0
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"bias": True, "scale": 0.7, "softcap": 2.0, "strided": True}], ids=["plain", "everything"]
+)
+def test_anchor_sums(options: dict[str, Any]) -> None:
+    compare_anchor(make(small(**options)))

@@ -10,7 +10,8 @@ import torch
 from local_problem import Gradients, LocalSpec, logits, make, make_logit_gradient, relative_error
 from torch import Tensor
 
-from cce_tp.kernels import sampled_reference, select_entries
+from cce_tp.kernels import sampled_reference, sampling, select_entries
+from cce_tp.kernels.anchor import anchor_sums
 from cce_tp.kernels.interface import (
     GradientRequest,
     LocalProblem,
@@ -110,16 +111,16 @@ def compare(case: SampledCase, tolerance: float, *, stats: bool = False, **ways:
     """The kernels against the twin: partials, entries, gradients."""
 
     def select(problem: LocalProblem, plan: SamplingPlan, *, stats: bool) -> tuple[Partials, Selection]:
-        return select_entries.select(problem, plan, stats=stats, **{k: v for k, v in ways.items() if k == "allow_tma"})
+        return select_entries.select(problem, plan, stats=stats, **{k: v for k, v in ways.items() if k != "library"})
 
     def backward(*arguments: Any) -> Tensor | None:
         from cce_tp.kernels import sampled
 
-        return sampled.sampled_gradients(*arguments, **ways)
+        return sampled.sampled_gradients(*arguments, **{k: v for k, v in ways.items() if k != "specialise"})
 
     ours = run_sampled(select, backward, case, stats=stats)
     twin = run_sampled(sampled_reference.select, sampled_reference.gradients, case, stats=stats)
-    compare_partials(ours.partials, twin.partials, case.plan.anchor, stats=stats)
+    compare_partials(ours.partials, twin.partials, case, stats=stats)
     tokens, rows = twin.selection.tokens.tolist(), twin.selection.rows.tolist()
     kept: list[list[int]] = [[] for _ in range(case.problem.num_tokens)]
     for token, row in zip(tokens, rows, strict=True):
@@ -133,12 +134,15 @@ def compare(case: SampledCase, tolerance: float, *, stats: bool = False, **ways:
     assert torch.equal(inactive, torch.zeros_like(inactive))
 
 
-def compare_partials(ours: Partials, twin: Partials, anchor: Tensor, *, stats: bool) -> None:
+def compare_partials(ours: Partials, twin: Partials, case: SampledCase, *, stats: bool) -> None:
     """The reference of a partial is free, what it stands for is not. An anchor too high costs some digits."""
-    too_high = (anchor - twin.max).nan_to_num(0.0, 0.0, 0.0).clamp(0.0, 64.0)
+    too_high = (case.plan.anchor - twin.max).nan_to_num(0.0, 0.0, 0.0).clamp(0.0, 64.0)
     size = torch.maximum(twin.max.abs().clamp(min=1.0), too_high)
 
-    def close(a: Tensor, b: Tensor, tolerance: float = 2e-6) -> bool:
+    # Tensor cores add 16 products at a time, and round the sum.
+    rounding = max(2e-6, case.problem.hidden_size / 16 * 2.0**-23)
+
+    def close(a: Tensor, b: Tensor, tolerance: float = rounding) -> bool:
         return bool(((a - b).abs() <= tolerance * size * b.abs().clamp(min=1.0)).all())
 
     assert close(ours.max + ours.sum_exp.log(), twin.max + twin.sum_exp.log())
@@ -158,3 +162,24 @@ def compare_partials(ours: Partials, twin: Partials, anchor: Tensor, *, stats: b
 def at(case: SampledCase, seed: int) -> SampledCase:
     """The same with another seed."""
     return replace(case, plan=replace(case.plan, seed=torch.full_like(case.plan.seed, seed)))
+
+
+def compare_anchor(problem: LocalProblem, **ways: Any) -> None:
+    """The anchor's sums against plain PyTorch's in float64, on a rank in the middle of the vocabulary."""
+    first_id, padding, beyond = 7, 3, 11
+    vocab_size = first_id + problem.num_rows - padding + beyond
+    device = problem.target.device
+    target = torch.where(problem.target >= 0, problem.target + first_id, -1)
+    hot = sampling.choose_hot_rows(target, target >= 0, vocab_size, 4)
+    rows = sampling.AnchorRows.choose(hot, vocab_size)
+    ours = anchor_sums(problem, rows, first_id, problem.num_rows - padding, **ways)
+    wide = replace(
+        problem,
+        input=problem.input.double(),
+        weight=problem.weight.double(),
+        bias=None if problem.bias is None else problem.bias.double(),
+    )
+    right = sampling.anchor_sums(wide, rows, first_id, problem.num_rows - padding)
+    largest = float(logits(problem).nan_to_num(0.0, 0.0, 0.0).abs().max())
+    for row in range(5):  # an exponential is off by as much as its logit is
+        assert relative_error(ours[row], right[row]) < 3e-7 * max(10.0, largest), f"sum {row}"

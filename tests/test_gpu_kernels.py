@@ -31,7 +31,8 @@ from cce_tp.kernels.interface import GradientRequest, LocalProblem, LogitGradien
 
 pytest.importorskip("triton")
 
-from cce_tp.kernels import matmul, tiles
+from cce_tp.kernels import hopper, matmul, tiles
+from cce_tp.kernels.logits import LogitOperands
 from cce_tp.kernels.triton_impl import TRITON, TritonImplementation
 
 pytestmark = pytest.mark.gpu
@@ -108,6 +109,24 @@ def test_shapes(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("hidden", [320, 2048])
 def test_every_way(way: TritonImplementation, hidden: int, dtype: torch.dtype) -> None:
     check(LocalSpec(tokens=513, hidden=hidden, rows=3000, dtype=dtype), way)
+
+
+@pytest.mark.skipif(not hopper.supported(torch.device("cuda")), reason="needs a Hopper GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("options", [{}, {"scale": 0.7}, {"spread": 30.0}], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(300, 192, 9000), (129, 200, 257), (1100, 576, 2000), (200, 4096, 31), (300, 2312, 5000)], ids=str
+)
+def test_specialised_warps(shape: tuple[int, int, int], options: dict[str, Any], dtype: torch.dtype) -> None:
+    """As right as the plain kernel, whose products they share to the last bit."""
+    problem = make(LocalSpec(*shape, dtype=dtype, **options), "cuda")
+    assert hopper.available(LogitOperands.prepare(problem), stats=False)
+    ours = TRITON.partials(problem, stats=False)
+    plain = TritonImplementation(specialise=False).partials(problem, stats=False)
+    assert_partials(ours, expected_partials(problem), 2e-6 * max(1, shape[1] / 256))
+    assert torch.equal(ours.max, plain.max)
+    assert torch.equal(ours.target_logit, plain.target_logit)
+    assert torch.equal(ours.sum_exp, TRITON.partials(problem, stats=False).sum_exp)
 
 
 def test_tf32() -> None:
