@@ -5,9 +5,9 @@ source "$(dirname "${BASH_SOURCE[0]}")/../launch/setup_venv.sh" examples,test
 # Without its dependencies, which the tests don't need; it declares Python 3.12 but has wheels for 3.11.
 "$bin/python" -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --ignore-requires-python \
     megatron-core==0.19.2 psutil # psutil: to write checkpoints
-# DeepSpeed has no wheel; its operators aren't built.
+"$bin/python" -m pip install --quiet --disable-pip-version-check --no-compile transformers==5.24.0 accelerate peft
+# DeepSpeed has no wheel; none of its operators is built, and what only they need is left out.
 DS_BUILD_OPS=0 "$bin/python" -m pip install --quiet --disable-pip-version-check --no-compile --no-deps \
-    transformers==5.24.0 huggingface_hub safetensors tokenizers pyyaml tqdm httpx2 accelerate peft \
     deepspeed==0.19.8 hjson einops msgpack py-cpuinfo
 
 cd "$root"

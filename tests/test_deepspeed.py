@@ -85,8 +85,8 @@ def _compare(rank: Rank, stage: int, tp: int, tied: bool, accumulation: int, cha
     mine = _train(engine, replica, accumulation)
     assert (status.losses, status.materialised) == (STEPS * accumulation, 0)
     exact = dtype == "fp32"
-    if exact:
-        check_moved(mine[1], stock[1], mine[0], 3e-6)
+    if exact:  # Adam turns the rounding of tiny gradients into steps
+        check_moved(mine[1], stock[1], mine[0], 1e-3 if "optimizer" in changes else 3e-6)
     else:  # stock rounds its logits
         moved = torch.cat([(stock[1][name] - value).flatten() for name, value in mine[0].items()])
         error = torch.cat([(stock[1][name] - value).flatten() for name, value in mine[1].items()])
@@ -469,7 +469,8 @@ def _train_pipeline(rank: Rank, tied: bool, stage: int, ours: bool, checkpoint: 
         activation_checkpoint_interval=checkpoint,
         seed_layers=True,
     )
-    engine = shims.engine(module, shims.config(stage, 2))
+    settings = shims.config(stage, 2, **({"pipeline": {"use_reentrant": False}} if checkpoint else {}))
+    engine = shims.engine(module, settings)
     start = {name: value.detach().clone() for name, value in engine.module.named_parameters()}
     generator = torch.Generator().manual_seed(engine.grid.get_data_parallel_rank())
     losses = []
