@@ -26,15 +26,14 @@ from . import hopper
 from .fold import empty_partials
 from .interface import Partials
 from .logits import LOG2E, LogitOperands, finish_logits, grouped_tile, row_products
-from .tiles import FEWEST_COLS, extreme_tile
+from .tiles import FEWEST_COLS, INTERPRETED, extreme_tile
 from .workspace import ALLOCATION, FP32_BYTES, allocated, workspace_too_small
 
 PARTIALS_BYTES = 16 * 2**20
 """Default size of the partials buffer: beyond it, tokens are taken in chunks."""
 MOST_VALUES = 5
 """Maximum, sum, smoothing, entropy, argmax: what one tile may have to say about a token."""
-FOLD_TOKENS = 16
-FOLD_TILES = 64
+FOLD_TOKENS, FOLD_TILES, FOLD_WARPS = 8, 512, 16
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_rows"])
@@ -123,7 +122,7 @@ def _partials_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_tiles"])
-def fold_kernel(  # type: ignore[no-untyped-def]
+def _fold_kernel(  # type: ignore[no-untyped-def]
     partials,
     partial_argmax,
     smoothing_mass,
@@ -226,12 +225,7 @@ def partials(operands: LogitOperands, *, stats: bool, workspace: int | None, spe
                 *part.sizes(), part.scale, part.softcap or 1.0,
                 STATS=stats, **part.flags(),
             )  # fmt: skip
-        fold_kernel[(triton.cdiv(stop - start, FOLD_TOKENS),)](
-            buffer, argmax_buffer, mass,
-            *(None if out is None else out[start:stop] for out in folded(results)),
-            stop - start, num_tiles,
-            HAS_SMOOTHING=smoothing, STATS=stats, ROWS=FOLD_TOKENS, TILES=FOLD_TILES, num_warps=4,
-        )  # fmt: skip
+        fold_chunk(results, slice(start, stop), buffer, argmax_buffer, mass, num_tiles)
     return results
 
 
@@ -242,8 +236,23 @@ def least_workspace(num_tokens: int, num_rows: int, dtype: torch.dtype) -> int:
     return allocated(MOST_VALUES * num_tiles * rows * FP32_BYTES, num_tiles * FP32_BYTES) + ALLOCATION
 
 
-def folded(results: Partials) -> tuple[Tensor | None, ...]:
-    return results.max, results.sum_exp, results.smoothing, results.entropy, results.argmax
+def fold_chunk(
+    results: Partials,
+    tokens: slice,
+    partials: Tensor,
+    partial_argmax: Tensor | None,
+    smoothing_mass: Tensor | None,
+    num_tiles: int,
+) -> None:
+    """Fold the partials of some tokens into their ``results``."""
+    fields = (results.max, results.sum_exp, results.smoothing, results.entropy, results.argmax)
+    num_tokens = tokens.stop - tokens.start
+    _fold_kernel[(triton.cdiv(num_tokens, FOLD_TOKENS),)](
+        partials, partial_argmax, smoothing_mass, *(None if field is None else field[tokens] for field in fields),
+        num_tokens, num_tiles,
+        HAS_SMOOTHING=results.smoothing is not None, STATS=results.entropy is not None,
+        ROWS=FOLD_TOKENS, TILES=16 if INTERPRETED else FOLD_TILES, num_warps=FOLD_WARPS,
+    )  # fmt: skip
 
 
 def _tokens_at_once(operands: LogitOperands, num_tiles: int, values: int, workspace: int | None) -> int:

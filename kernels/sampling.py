@@ -119,8 +119,10 @@ def choose_hot_rows(target: Tensor, active: Tensor, vocab_size: int, rows: int) 
     known = active & (target >= 0) & (target < vocab_size)
     counts = torch.zeros(vocab_size + 1, dtype=torch.int64, device=target.device)
     counts.scatter_add_(0, torch.where(known, target, vocab_size), known.long())
-    # A key without ties: the choice must be the same on every rank.
-    key = counts[:vocab_size] * vocab_size + torch.arange(vocab_size - 1, -1, -1, device=target.device)
+    # A key without ties: the choice must be the same on every rank. Of 32 bits, which are sorted out twice as fast as
+    # 64: of ids so frequent that they don't fit, there are too few to be left out.
+    counts = counts[:vocab_size].clamp(max=(2**31 - 1) // vocab_size - 1)
+    key = (counts * vocab_size + torch.arange(vocab_size - 1, -1, -1, device=target.device)).to(torch.int32)
     ids = key.topk(min(rows, vocab_size)).indices
     # index_fill_, not an assignment: that would copy a host scalar, which a CUDA graph can't capture.
     is_hot = torch.zeros(vocab_size, dtype=torch.bool, device=target.device).index_fill_(0, ids, True)

@@ -42,9 +42,8 @@ from .workspace import ALLOCATION, FP32_BYTES, allocated, workspace_too_small
 CHUNK_BYTES = 48 * 2**20
 """Default size of the bitmap and the partials together: beyond it, tokens are taken in chunks."""
 WORD_BITS: tl.constexpr = tl.constexpr(sampling.WORD_BITS)
-LIST_WORDS = 8192
-"""Most words of a bitmap that a program reads at once."""
-FOLD_TOKENS, FOLD_TILES = 8, 128
+LIST_WORDS = 1024
+"""Most words of a bitmap that a program, one warp, reads at once. Few bits are set: what counts is to see that soon."""
 HASH_SIZE = 1024
 
 GOLDEN = tl.constexpr(sampling.GOLDEN)
@@ -55,6 +54,7 @@ ID_SALT = tl.constexpr(sampling.ID_SALT)
 PHASE_SALT = tl.constexpr(sampling.PHASE_SALT)
 OFFSET_SALT = tl.constexpr(sampling.OFFSET_SALT)
 SLOW_XOR = tl.constexpr(INTERPRETED)
+PTX = tl.constexpr(torch.version.cuda is not None and not INTERPRETED)
 NOWHERE = tl.constexpr(2**31 - 1)
 SMALLEST_SUM = tl.constexpr(sampling.SMALLEST_SUM)
 LARGEST_SUM = tl.constexpr(sampling.LARGEST_SUM)
@@ -108,10 +108,13 @@ def id_hash(seed, ids):  # type: ignore[no-untyped-def]
 @triton.jit
 def popcount(x):  # type: ignore[no-untyped-def]
     """Bits set in each uint32, as int32."""
-    x = x - ((x >> 1) & 0x55555555)
-    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
-    x = (x + (x >> 4)) & 0x0F0F0F0F
-    return ((x * 0x01010101) >> 24).to(tl.int32)
+    if PTX:
+        return tl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1)
+    else:
+        x = x - ((x >> 1) & 0x55555555)
+        x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+        x = (x + (x >> 4)) & 0x0F0F0F0F
+        return ((x * 0x01010101) >> 24).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_ids", "first_id"])
@@ -349,11 +352,12 @@ def _list_kernel(  # type: ignore[no-untyped-def]
     if not WHOLE:
         done = tl.sum(b_counts, 0)
         for w in range(SIZE, num_words, SIZE):
-            if done < count:
-                b_word = tl.load(p_words + w + o, mask=w + o < num_words, other=0).to(tl.uint32, bitcast=True)
-                b_counts = popcount(b_word)
+            b_word = tl.load(p_words + w + o, mask=w + o < num_words, other=0).to(tl.uint32, bitcast=True)
+            b_counts = popcount(b_word)
+            here = tl.sum(b_counts, 0)
+            if here > 0:
                 _write_rows(p_rows, b_word, b_counts, w * WORD_BITS, done, count, size, phase, SIZE)
-                done += tl.sum(b_counts, 0)
+            done += here
 
 
 def select(
@@ -416,17 +420,12 @@ def select(
                 buffer, argmax_buffer, mass, results.target_logit[start:stop], bitmap,
                 *part.sizes(), part.scale, part.softcap or 1.0, *eps, words, STATS=stats, **part.flags(),
             )  # fmt: skip
-        forward.fold_kernel[(triton.cdiv(stop - start, FOLD_TOKENS),)](
-            buffer, argmax_buffer, mass,
-            *(None if out is None else out[start:stop] for out in forward.folded(results)),
-            stop - start, num_tiles,
-            HAS_SMOOTHING=smoothing, STATS=stats, ROWS=FOLD_TOKENS, TILES=FOLD_TILES, num_warps=4,
-        )  # fmt: skip
+        forward.fold_chunk(results, slice(start, stop), buffer, argmax_buffer, mass, num_tiles)
         _list_kernel[(stop - start,)](
             bitmap, token_hashes[start:stop], active[start:stop],
             selection.found[start:stop], selection.rows[start:stop], words, budget,
             WHOLE=words <= list_words, WIDE=num_rows * budget >= 2**31,
-            SIZE=list_words, num_warps=max(1, min(16, list_words // 256)),
+            SIZE=list_words, num_warps=1,
         )  # fmt: skip
     return results, selection
 

@@ -168,7 +168,6 @@ def compare_anchor(problem: LocalProblem, **ways: Any) -> None:
     """The anchor's sums against plain PyTorch's in float64, on a rank in the middle of the vocabulary."""
     first_id, padding, beyond = 7, 3, 11
     vocab_size = first_id + problem.num_rows - padding + beyond
-    device = problem.target.device
     target = torch.where(problem.target >= 0, problem.target + first_id, -1)
     hot = sampling.choose_hot_rows(target, target >= 0, vocab_size, 4)
     rows = sampling.AnchorRows.choose(hot, vocab_size)

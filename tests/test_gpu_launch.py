@@ -126,7 +126,7 @@ def _compile_again_and_again(number: int, folder: str, rounds: int, barrier: Any
     from cce_tp.kernels import exact, forward, matmul
 
     kernels = (
-        forward._partials_kernel, forward.fold_kernel,
+        forward._partials_kernel, forward._fold_kernel,
         exact._logit_grad_kernel, exact._select_tokens_kernel, matmul._product_kernel,
     )  # fmt: skip
     generator = torch.Generator("cuda").manual_seed(2)
