@@ -12,9 +12,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 from .agreement import CallRecord
 from .collectives import TensorParallelGroup, resolve_group
+from .kernels.filtering import is_permutation
 from .kernels.interface import LocalImplementation
 from .kernels.select import choose
-from .options import SUPPORTED_DTYPES, LossOptions
+from .options import SUPPORTED_DTYPES, Filtered, LossOptions
 from .shard import VocabShard
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -198,6 +199,7 @@ def gather_arguments(
     target = target.long()
     if options.validate:
         _check_labels(target, shard.vocab_size, options, sequence_dim)
+    _check_order(options, local_weight)
     implementation = choose(options.implementation, input.device, input.dtype)
     _check_workspace(options, implementation, target.numel(), local_weight)
     return Arguments(
@@ -346,3 +348,20 @@ def _check_workspace(
             f"workspace={options.workspace} bytes is too small: the {implementation.name} implementation needs at "
             f"least {least} for {num_tokens} tokens of size {hidden_size} and {rows} classifier rows of {weight.dtype}"
         )
+
+
+def _check_order(options: LossOptions, weight: Tensor) -> None:
+    """A permutation of the rank's rows; on a GPU its values are looked at only under ``validate``."""
+    if not isinstance(options.mode, Filtered) or isinstance(options.mode.order, str):
+        return
+    order, rows = options.mode.order, weight.shape[0]
+    if order.shape[0] != rows:
+        raise ValueError(
+            f"Filtered: order has {order.shape[0]} elements, expected a permutation of this rank's {rows} rows"
+        )
+    if order.device != weight.device:
+        raise ValueError(f"Filtered: order is on {order.device} but linear_weight is on {weight.device}; move it there")
+    if options.validate or order.device.type == "cpu":
+        inside = bool(((order >= 0) & (order < rows)).all())
+        if not (inside and bool(is_permutation(order))):
+            raise ValueError(f"Filtered: order is no permutation of this rank's rows 0 to {rows - 1}")

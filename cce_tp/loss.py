@@ -29,8 +29,9 @@ from torch import Tensor, nn
 from . import agreement, collectives
 from .arguments import Arguments, gather_arguments, resolve_tensor_parallel_group
 from .collectives import InputGradReduction, TensorParallelGroup, resolve_group
-from .kernels import sampling
+from .kernels import filtering, sampling
 from .kernels.interface import (
+    FilterPlan,
     GradientRequest,
     LocalImplementation,
     LocalProblem,
@@ -38,9 +39,10 @@ from .kernels.interface import (
     Partials,
     SamplingPlan,
     Selection,
+    TileMap,
     WeightGradBuffer,
 )
-from .options import Backward, LossOptions, Sampled
+from .options import Backward, Filtered, LossOptions, Sampled
 from .sampler import fixed_seed, sampler
 from .shard import VocabShard
 from .stats import LossStats
@@ -75,6 +77,7 @@ class _Call:
     implementation: LocalImplementation
     main_grad: Tensor | None
     samples: bool
+    filters: bool
 
     @property
     def softmax_rows(self) -> int:
@@ -162,6 +165,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if call.samples:
                 ctx.plan = _plan_sampling(call, problem, target, labels.active)
                 partials, ctx.selection = call.implementation.select(problem, ctx.plan, stats=options.return_stats)
+            elif call.filters:
+                ctx.plan = _plan_filter(call, problem, target, labels.active)
+                partials, peaks = call.implementation.screen(problem, ctx.plan, stats=options.return_stats)
             else:
                 partials = call.implementation.partials(problem, stats=options.return_stats)
             mass = None if smoothing_weight is None else smoothing_weight.sum()
@@ -169,6 +175,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
             log_sum = whole.sum_exp.log()
             lse = whole.max + log_sum
+            if call.filters:
+                ctx.selection = filtering.tile_map(ctx.plan, problem, peaks, lse)
             # z_y - M before log S: a common offset of the row cancels exactly.
             nll = log_sum - (whole.target_logit - whole.max)
             loss = labels.weight * nll
@@ -217,10 +225,7 @@ def _plan_sampling(call: _Call, problem: LocalProblem, target: Tensor, active: T
     mode, shard = call.options.mode, call.shard
     assert isinstance(mode, Sampled)
     device = problem.input.device
-    hot = sampling.choose_hot_rows(target, active, shard.vocab_size, mode.reference_rows)
-    rows = sampling.AnchorRows.choose(hot, shard.vocab_size)
-    sums = call.implementation.anchor_sums(problem, rows, shard.start, shard.num_real)
-    anchor = sampling.anchor(collectives.sum_small(sums, call.group), rows, target, active)
+    anchor, hot = _anchor(call, problem, target, active, mode.reference_rows)
     local = hot.ids - shard.start
     return SamplingPlan(
         eps=float(mode.eps),
@@ -233,7 +238,35 @@ def _plan_sampling(call: _Call, problem: LocalProblem, target: Tensor, active: T
     )
 
 
-def _keep_rate(selection: Selection | None, problem: LocalProblem) -> Tensor:
+def _anchor(
+    call: _Call, problem: LocalProblem, target: Tensor, active: Tensor, reference_rows: int
+) -> tuple[Tensor, sampling.HotRows]:
+    """A guess of the LSE, and the rows that it comes from. One small collective."""
+    shard = call.shard
+    hot = sampling.choose_hot_rows(target, active, shard.vocab_size, reference_rows)
+    rows = sampling.AnchorRows.choose(hot, shard.vocab_size)
+    sums = call.implementation.anchor_sums(problem, rows, shard.start, shard.num_real)
+    return sampling.anchor(collectives.sum_small(sums, call.group), rows, target, active), hot
+
+
+def _plan_filter(call: _Call, problem: LocalProblem, target: Tensor, active: Tensor) -> FilterPlan:
+    """What the filtered backward needs to know before the logits are computed. One small collective."""
+    mode = call.options.mode
+    assert isinstance(mode, Filtered)
+    order = mode.order
+    if isinstance(order, Tensor):
+        order = filtering.without_padding(order.long(), problem.num_rows)
+    return FilterPlan(
+        eps=float(mode.eps),
+        input=mode.input,
+        weight=mode.weight,
+        order=order,
+        anchor=filtering.finite(_anchor(call, problem, target, active, filtering.REFERENCE_ROWS)[0]),
+        active=active,
+    )
+
+
+def _keep_rate(selection: Selection | TileMap | None, problem: LocalProblem) -> Tensor:
     """fp32 ``[]``; no synchronisation."""
     if selection is None:
         return torch.ones((), device=problem.input.device)
@@ -287,9 +320,9 @@ def _gradients(ctx: Any, u: Tensor | None, h: Tensor | None) -> tuple[Tensor | N
     if ctx.selection is None:
         real_bias_grad = call.implementation.gradients(problem, logit_grad, request, reduction.start)
     else:
-        real_bias_grad = call.implementation.sampled_gradients(
-            problem, ctx.plan, ctx.selection, logit_grad, request, reduction.start
-        )
+        implementation = call.implementation
+        method = implementation.filtered_gradients if call.filters else implementation.sampled_gradients
+        real_bias_grad = method(problem, ctx.plan, ctx.selection, logit_grad, request, reduction.start)
 
     bias_grad = None
     if bias is not None and real_bias_grad is not None:
@@ -387,8 +420,8 @@ def linear_cross_entropy(
         sequence_parallel: gather the input along ``sequence_dim`` on the way in, reduce-scatter its gradient on the way
             out. Only the shard is kept for the backward pass.
         sequence_dim: the dimension of ``input`` that is sharded.
-        backward: "exact", or "sampled" for an unbiased sparse gradient (``cce_tp.Sampled``, which has its options).
-            "filtered" is reserved.
+        backward: "exact"; "sampled" for an unbiased sparse gradient, "filtered" for one without the tiles in which the
+            softmax is small (``cce_tp.Sampled`` and ``cce_tp.Filtered``, which have their options).
         main_grad: ``[V_local, D]`` buffer (fp32, bf16 or fp16) to which the weight's gradient is added in place;
             ``linear_weight.grad`` then stays untouched. Adds once a backward pass.
         comm_dtype: dtype in which the input's gradient is summed over the group; default: input's (fp32 on gloo).
@@ -404,8 +437,8 @@ def linear_cross_entropy(
         The loss, fp32; with ``return_stats`` a pair ``(loss, LossStats)``.
 
     Collectives: none for a single shard. Else 1 small in the forward pass (2 in groups beyond 8, 3 with statistics; 1
-    more if sampled) and 1 of ``[N, D]`` in the backward pass; sequence parallelism adds 1 of ``[N, D]`` to each. The
-    first call of a kind adds 1 small one, ``validate`` 2. See ``cce_tp.collectives`` for shapes.
+    more if sampled or filtered) and 1 of ``[N, D]`` in the backward pass; sequence parallelism adds 1 of ``[N, D]`` to
+    each. The first call of a kind adds 1 small one, ``validate`` 2. See ``cce_tp.collectives`` for shapes.
 
     Ignored tokens: the LSE is still in the statistics; loss and gradient are 0, whatever ``input`` holds there.
 
@@ -418,7 +451,6 @@ def linear_cross_entropy(
         TypeError: an argument is of the wrong kind or dtype.
         ValueError: shapes, devices, shards or options don't fit; with ``validate`` also a label that is no vocabulary
             id, or ranks that differ. Raised on every rank at a group's first call and under ``validate``.
-        NotImplementedError: ``backward`` is a mode this version doesn't have.
     """
     arguments = _prepare(
         {
@@ -450,8 +482,15 @@ def linear_cross_entropy(
         },
     )
     samples = isinstance(arguments.options.mode, Sampled) and torch.is_grad_enabled()
+    filters = isinstance(arguments.options.mode, Filtered) and torch.is_grad_enabled()
     call = _Call(
-        arguments.options, arguments.shard, arguments.group, arguments.implementation, arguments.main_grad, samples
+        arguments.options,
+        arguments.shard,
+        arguments.group,
+        arguments.implementation,
+        arguments.main_grad,
+        samples,
+        filters,
     )
     tokens, targets = arguments.flattened()
     per_token, lse, *details = _LinearCrossEntropy.apply(

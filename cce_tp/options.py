@@ -13,6 +13,7 @@ from .kernels.select import CHOICES as IMPLEMENTATIONS
 REDUCTIONS = ("mean", "sum", "none")
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 SUPPORTED_DTYPES = (*LOW_PRECISION, torch.float32)
+ORDERS = ("natural", "mean_logit", "count")
 VALIDATE_VARIABLE = "CCE_TP_VALIDATE"
 
 
@@ -37,11 +38,53 @@ class Exact:
     """Exact gradients: the logits are recomputed in vocabulary slabs of bounded size."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Filtered:
-    """Gradients without the tiles in which every ``|G| < eps`` (Wijmans et al., ICLR 2025). Not available yet."""
+    """Gradients without the tiles of the softmax in which nothing reaches eps (Wijmans et al., ICLR 2025).
+
+    A tile is 128 consecutive tokens by 128 of this rank's classifier rows. It is left out if every ``p < eps`` in it,
+    with p over the whole vocabulary, and no token has its target there; the upstream gradient plays no part. So the
+    gradient of a classifier row is off by at most ``eps sum_n |P_n| |E_n|``, where P_n is the token's factor on the
+    softmax (the upstream gradient, plainly). Label smoothing is never left out. The loss itself is always exact.
+
+    A nearly uniform softmax (``1 / V < eps``, as at initialisation) keeps hardly more than targets: for pre-training,
+    filter the input's gradient alone (``weight=False``), or take another mode.
+
+    Attributes:
+        eps: in (0, 1].
+        input: filter the gradient of the input.
+        weight: filter those of the classifier and its bias.
+        order: how this rank's rows are sorted into tiles; gradients come back in the natural order. "natural";
+            "mean_logit", by their average logit in this batch; "count", by how many tiles of tokens need them, which
+            leaves the fewest tiles; or a permutation of this rank's rows, ``[V_local]`` integers, which may differ from
+            rank to rank.
+    """
 
     eps: float = 2.0**-12
+    input: bool = True
+    weight: bool = True
+    order: str | torch.Tensor = "natural"
+
+    def __post_init__(self) -> None:
+        _check_finite("Filtered: eps", self.eps, 0.0, 1.0, open_low=True)
+        for name, value in (("input", self.input), ("weight", self.weight)):
+            if not isinstance(value, bool):
+                raise TypeError(f"Filtered: {name}={value!r} must be a bool")
+        if not (self.input or self.weight):
+            raise ValueError("Filtered: input=False and weight=False leave nothing to filter; use backward='exact'")
+        if isinstance(self.order, torch.Tensor):
+            if self.order.ndim != 1 or self.order.dtype not in (torch.int64, torch.int32):
+                raise TypeError(
+                    f"Filtered: order has shape {tuple(self.order.shape)} and dtype {self.order.dtype}, expected "
+                    f"[V_local] int64 or int32"
+                )
+        elif self.order not in ORDERS:
+            raise ValueError(f"Filtered: order={self.order!r} must be one of {ORDERS} or a tensor")
+
+    def agreed(self) -> str:
+        """What ranks must have in common: all but the tensor's values, which concern this rank's rows alone."""
+        order = "a tensor" if isinstance(self.order, torch.Tensor) else repr(self.order)
+        return f"Filtered(eps={self.eps!r}, input={self.input}, weight={self.weight}, order={order})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,18 +124,16 @@ class Sampled:
 
 
 Backward = Exact | Filtered | Sampled
-_BACKWARD_BY_NAME = {"exact": Exact, "filtered": Filtered, "sampled": Sampled}
+_BACKWARD_BY_NAME: dict[str, type[Backward]] = {"exact": Exact, "filtered": Filtered, "sampled": Sampled}
 
 
-def _parse_backward(value: object) -> Exact | Sampled:
+def _parse_backward(value: object) -> Backward:
     if isinstance(value, str):
         if value not in _BACKWARD_BY_NAME:
-            raise ValueError(f"backward={value!r} must be 'exact' or 'sampled' ('filtered' is reserved)")
-        value = _BACKWARD_BY_NAME[value]()
-    if isinstance(value, Exact | Sampled):
+            raise ValueError(f"backward={value!r} must be one of {tuple(_BACKWARD_BY_NAME)}")
+        return _BACKWARD_BY_NAME[value]()
+    if isinstance(value, Backward):
         return value
-    if isinstance(value, Filtered):
-        raise NotImplementedError("backward='filtered' is not available in this version; use 'exact' or 'sampled'")
     raise TypeError(f"backward={value!r} must be a string or one of cce_tp.Exact(), Filtered(...), Sampled(...)")
 
 
@@ -113,7 +154,6 @@ class LossOptions:
     Raises:
         TypeError, ValueError: an argument is of the wrong kind or out of range; the message names it, its value and
             what was expected.
-        NotImplementedError: ``backward`` names a mode that this version doesn't have.
     """
 
     reduction: str = "mean"
@@ -131,7 +171,7 @@ class LossOptions:
     validate: bool | None = None
     implementation: str = "auto"
     return_stats: bool = False
-    mode: Exact | Sampled = field(init=False, repr=False)
+    mode: Backward = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.reduction not in REDUCTIONS:
@@ -161,14 +201,23 @@ class LossOptions:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}={getattr(self, name)!r} must be a bool")
         object.__setattr__(self, "mode", _parse_backward(self.backward))
+        self._check_combinations()
+
+    def _check_combinations(self) -> None:
+        name = type(self.mode).__name__.lower()
         if isinstance(self.mode, Sampled) and self.workspace is not None:
             raise ValueError(
                 f"workspace={self.workspace} can't bound backward='sampled', whose lists take about 16 bytes for each "
                 f"of entries_per_token={self.mode.most_entries} a token; leave workspace out"
             )
-        if isinstance(self.mode, Sampled) and self.label_smoothing != 0.0 and self.softcap is not None:
+        if isinstance(self.mode, Filtered) and self.workspace is not None:
             raise ValueError(
-                f"backward='sampled' can't combine label_smoothing={self.label_smoothing} with softcap={self.softcap}: "
+                f"workspace={self.workspace} can't bound backward='filtered', which takes a 128th of the logits' "
+                f"size in bf16 to decide what it leaves out; leave workspace out"
+            )
+        if not isinstance(self.mode, Exact) and self.label_smoothing != 0.0 and self.softcap is not None:
+            raise ValueError(
+                f"backward={name!r} can't combine label_smoothing={self.label_smoothing} with softcap={self.softcap}: "
                 f"the smoothing term is then dense; use backward='exact'"
             )
 
@@ -194,7 +243,8 @@ class LossOptions:
             "implementation",
         )
         by_name = {name: getattr(self, name) for name in names}
-        return {**by_name, "backward": repr(self.mode), "comm_dtype": str(self.comm_dtype)}
+        mode = self.mode.agreed() if isinstance(self.mode, Filtered) else repr(self.mode)
+        return {**by_name, "backward": mode, "comm_dtype": str(self.comm_dtype)}
 
     def structure(self) -> tuple[object, ...]:
         """The part of ``agreed`` that decides which collectives a call issues; values that may follow a schedule, such

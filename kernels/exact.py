@@ -189,7 +189,7 @@ def _sum_rows_kernel(  # type: ignore[no-untyped-def]
     tl.store(out + o_col, tl.sum(b_sum, 0), mask=o_col < num_cols)
 
 
-def _select_tokens(source: Tensor, active: Tensor, out: Tensor, factor: Tensor | None = None) -> Tensor:
+def select_tokens(source: Tensor, active: Tensor, out: Tensor, factor: Tensor | None = None) -> Tensor:
     num_tokens, hidden = source.shape
     _select_tokens_kernel[(triton.cdiv(source.numel(), COPY_TILE),)](
         source, active, factor, out, num_tokens, hidden, *source.stride(),
@@ -214,13 +214,13 @@ def gradients(
         library: forces the products' way, see :func:`.matmul.product`.
     """
     if problem.num_tokens == 0 or problem.num_rows == 0:
-        return _nothing_to_reduce(problem, request, on_input_grad)
+        return nothing_to_reduce(problem, request, on_input_grad)
     operands = LogitOperands.prepare(problem, allow_tma=allow_tma)
     plan = _Plan.make(problem, operands, request)
     return _Backward(problem, operands, logit_grad, request, plan, library).run(on_input_grad)
 
 
-def _nothing_to_reduce(problem: LocalProblem, request: GradientRequest, on_input_grad: InputGradReady) -> Tensor | None:
+def nothing_to_reduce(problem: LocalProblem, request: GradientRequest, on_input_grad: InputGradReady) -> Tensor | None:
     if request.weight is not None and not request.weight.accumulate:
         request.weight.buffer.zero_()
     if request.input_dtype is not None:
@@ -257,7 +257,7 @@ class _Plan:
         stored = request.input_dtype is not None or request.weight is not None
         per_row = _bytes_per_row(num_tokens, dtype if stored else None, tile.rows if request.bias else None)
         if problem.workspace is None:
-            budget = _default_slab_bytes(num_tokens * hidden * FP32_BYTES)
+            budget = default_slab_bytes(num_tokens * hidden * FP32_BYTES)
         else:
             budget = problem.workspace - fixed
             if budget < per_row * tile.cols:
@@ -269,7 +269,7 @@ class _Plan:
         return cls(even, accumulator, scratch)
 
 
-def _default_slab_bytes(accumulator: int) -> int:
+def default_slab_bytes(accumulator: int) -> int:
     return max(LEAST_SLAB_BYTES, min(2 * accumulator, SLAB_BYTES), accumulator // 2)
 
 
@@ -323,7 +323,7 @@ class _Backward:
             None if logit_grad.smoothing is None else logit_grad.smoothing.contiguous(),
             self.active,
         )
-        self.factor, self.inverse_factor = self._factors(logit_grad)
+        self.factor, self.inverse_factor = fp16_factors(problem, logit_grad)
 
         shape = problem.input.shape
         new = problem.input.new_empty
@@ -339,19 +339,8 @@ class _Backward:
             memory = new(shape) if plan.scratch or self.input_grad is None else self.input_grad
             self.safe_input = self._safe_input(memory.view(problem.input.dtype))
 
-    def _factors(self, logit_grad: LogitGradient) -> tuple[Tensor | None, Tensor | None]:
-        """The power of two for fp16's G, and its inverse; None for other dtypes."""
-        if self.problem.input.dtype != torch.float16:
-            return None, None
-        bound = torch.maximum(logit_grad.prob.abs(), logit_grad.target.abs())
-        if logit_grad.smoothing is not None and self.problem.smoothing_weight is not None:
-            bound = torch.maximum(bound, logit_grad.smoothing.abs() * self.problem.smoothing_weight.abs().max())
-        largest = torch.where(logit_grad.active & bound.isfinite(), bound, 0.0).max() * abs(self.problem.logit_scale)
-        exponent = torch.frexp(largest).exponent.clamp(-100, 100)
-        return _power_of_two(FP16_PEAK_EXPONENT - exponent), _power_of_two(exponent - FP16_PEAK_EXPONENT)
-
     def _safe_input(self, out: Tensor) -> Tensor:
-        return _select_tokens(self.problem.input, self.active, out)
+        return select_tokens(self.problem.input, self.active, out)
 
     def run(self, on_input_grad: InputGradReady) -> Tensor | None:
         for start, stop in self._slabs():
@@ -405,7 +394,7 @@ class _Backward:
         """Round the sum into the result, and move the copy of E, which was there, to the accumulator's memory."""
         assert self.accumulator is not None
         assert self.input_grad is not None
-        _select_tokens(self.accumulator, self.active, self.input_grad, self.inverse_factor)
+        select_tokens(self.accumulator, self.active, self.input_grad, self.inverse_factor)
         if self.request.weight is not None and not self.plan.scratch:
             memory = self.accumulator.view(-1).view(self.problem.input.dtype)
             self.safe_input = self._safe_input(memory[: self.input_grad.numel()].view_as(self.input_grad))
@@ -423,6 +412,18 @@ class _Backward:
             factor=self.inverse_factor,
             library=self.library,
         )
+
+
+def fp16_factors(problem: LocalProblem, logit_grad: LogitGradient) -> tuple[Tensor | None, Tensor | None]:
+    """The power of two for fp16's G, and its inverse; None for other dtypes."""
+    if problem.input.dtype != torch.float16:
+        return None, None
+    bound = torch.maximum(logit_grad.prob.abs(), logit_grad.target.abs())
+    if logit_grad.smoothing is not None and problem.smoothing_weight is not None:
+        bound = torch.maximum(bound, logit_grad.smoothing.abs() * problem.smoothing_weight.abs().max())
+    largest = torch.where(logit_grad.active & bound.isfinite(), bound, 0.0).max() * abs(problem.logit_scale)
+    exponent = torch.frexp(largest).exponent.clamp(-100, 100)
+    return _power_of_two(FP16_PEAK_EXPONENT - exponent), _power_of_two(exponent - FP16_PEAK_EXPONENT)
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:

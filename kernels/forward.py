@@ -47,6 +47,8 @@ def _partials_kernel(  # type: ignore[no-untyped-def]
     partial_argmax,
     smoothing_mass,
     target_logit,
+    threshold,
+    peaks,
     num_tokens,
     num_rows,
     hidden,
@@ -61,6 +63,7 @@ def _partials_kernel(  # type: ignore[no-untyped-def]
     HAS_SOFTCAP: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr,
     STATS: tl.constexpr,
+    PEAKS: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     INNER: tl.constexpr,
@@ -98,6 +101,12 @@ def _partials_kernel(  # type: ignore[no-untyped-def]
         tl.store(target_logit + o_n, tl.sum(tl.where(m_target, b_z, 0.0), 1), mask=m_hit)
     if v0 + COLS > num_rows:
         b_z = tl.where(m_v[None, :], b_z, float("-inf"))
+
+    if PEAKS:
+        b_threshold = tl.load(threshold + o_n, mask=m_n, other=float("inf"))
+        b_above = tl.where((b_threshold < float("inf"))[:, None], b_z - b_threshold[:, None], float("-inf"))
+        p_peaks = peaks + pid_n.to(tl.int64) * num_rows + o_v
+        tl.store(p_peaks, tl.max(b_above, 0).to(peaks.dtype.element_ty), mask=m_v)
 
     b_max = tl.max(b_z, 1)
     b_ref = tl.where(b_max > float("-inf"), b_max, 0.0)
@@ -189,11 +198,21 @@ def _fold_kernel(  # type: ignore[no-untyped-def]
         tl.store(argmax_out + o_n, tl.where(b_first == 2147483647, -1, b_first).to(tl.int64), mask=m_n)
 
 
-def partials(operands: LogitOperands, *, stats: bool, workspace: int | None, specialise: bool = True) -> Partials:
+def partials(
+    operands: LogitOperands,
+    *,
+    stats: bool,
+    workspace: int | None,
+    threshold: Tensor | None = None,
+    peaks: Tensor | None = None,
+    specialise: bool = True,
+) -> Partials:
     """Launch the forward pass; nothing is launched for no tokens or no classifier rows.
 
     Args:
-        specialise: whether warps may be specialised where they can (see ``hopper``).
+        threshold: fp32 ``[N]``, ``inf`` for tokens that don't count; None without ``peaks``.
+        peaks: ``[row tiles, V]``, written: the largest ``z - threshold`` of a tile's tokens, NaN left out.
+        specialise: whether warps may be specialised where they can (see ``hopper``); not with ``peaks``.
 
     Raises:
         ValueError: ``workspace`` does not hold the partials of one tile of tokens.
@@ -205,7 +224,7 @@ def partials(operands: LogitOperands, *, stats: bool, workspace: int | None, spe
     if num_tokens == 0 or num_rows == 0:
         return results
 
-    specialise = specialise and hopper.available(operands, stats=stats)
+    specialise = specialise and peaks is None and hopper.available(operands, stats=stats)
     num_tiles = triton.cdiv(num_rows, hopper.COLS if specialise else operands.tile.cols)
     fields = 2 + smoothing + stats
     chunk = _tokens_at_once(operands, num_tiles, fields + stats, workspace)
@@ -222,8 +241,10 @@ def partials(operands: LogitOperands, *, stats: bool, workspace: int | None, spe
             _partials_kernel[part.grid()](
                 *part.handles(), part.bias, part.smoothing_weight, part.target,
                 buffer, argmax_buffer, mass, results.target_logit[start:stop],
+                None if threshold is None else threshold[start:stop],
+                None if peaks is None else peaks[start // operands.tile.rows :],
                 *part.sizes(), part.scale, part.softcap or 1.0,
-                STATS=stats, **part.flags(),
+                STATS=stats, PEAKS=peaks is not None, **part.flags(),
             )  # fmt: skip
         fold_chunk(results, slice(start, stop), buffer, argmax_buffer, mass, num_tiles)
     return results

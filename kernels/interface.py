@@ -182,6 +182,59 @@ class Selection(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class FilterPlan:
+    """What the filtered backward leaves out, as far as it is known before the logits are.
+
+    Attributes:
+        eps: a tile of the softmax is left out if no entry reaches it and none is a target.
+        input: whether the gradient of E is filtered.
+        weight: whether those of C and b are.
+        order: how rows of C are sorted into tiles: "natural", "mean_logit", "count", or a permutation, int64 ``[V]``.
+        anchor: fp32 ``[N]``, finite; whatever is close to the LSE.
+        active: bool ``[N]``; other tokens have no gradient.
+        rows, cols: tokens and classifier rows of a tile.
+    """
+
+    eps: float
+    input: bool
+    weight: bool
+    order: str | Tensor
+    anchor: Tensor
+    active: Tensor
+    rows: int = 128
+    cols: int = 128
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """What the forward pass leaves for the filter.
+
+    Attributes:
+        values: fp16 ``[ceil(N / group), V]``, the largest ``z - anchor - log eps`` of ``group`` consecutive active
+            tokens, NaN left out.
+        group: how many; a divisor of the plan's ``rows``.
+    """
+
+    values: Tensor
+    group: int
+
+
+@dataclass(frozen=True)
+class TileMap:
+    """Which tiles the backward pass has to look at: all that the filter keeps, and few others.
+
+    Attributes:
+        live: bool ``[ceil(N / rows), ceil(V / cols)]``.
+        order: int64 ``[V]``, the rows of C in the order in which they make tiles; None for the natural one.
+        kept: how many entries of the softmax lie in live tiles: int64 ``[]``.
+    """
+
+    live: Tensor
+    order: Tensor | None
+    kept: Tensor
+
+
 InputGradReady = Callable[[Tensor], None]
 """Called once with this rank's part of the gradient of E, ``[N, D]``, as soon as it is complete: the caller starts its
 reduction over the group there, behind what is left of the weight gradient."""
@@ -232,4 +285,20 @@ class LocalImplementation(Protocol):
 
         ``selection`` is what this implementation's ``select`` returned.
         """
+        ...
+
+    def screen(self, problem: LocalProblem, plan: FilterPlan, *, stats: bool) -> tuple[Partials, Peaks]:
+        """``partials``, and what the filtered backward decides by (see ``filtering``)."""
+        ...
+
+    def filtered_gradients(
+        self,
+        problem: LocalProblem,
+        plan: FilterPlan,
+        tiles: TileMap,
+        logit_grad: LogitGradient,
+        request: GradientRequest,
+        on_input_grad: InputGradReady,
+    ) -> Tensor | None:
+        """As ``gradients``, without the tiles in which no p reaches eps and that hold no target."""
         ...

@@ -119,16 +119,26 @@ def _stack(parts: list[Partials], dim: int, join: str) -> Partials:
     return Partials(*(field(name) for name in names))  # type: ignore[arg-type]
 
 
-def _logit_gradient(
+def probabilities(
     problem: LocalProblem, grad: LogitGradient, tokens: Tensor, rows: Tensor, block: slice, slab: slice
-) -> Tensor:
-    """Gradient of one block in ``E C^T + b``: G, chained through softcap and scale; exactly 0 on inactive tokens."""
+) -> tuple[Tensor, Tensor | None]:
+    """One block of the softmax over the whole vocabulary, and the softcap's slope there."""
     z = _raw_logits(problem, tokens, rows, slab)
     slope = None
     if problem.softcap is not None:
         slope = z.div(problem.softcap).tanh_().square_().neg_().add_(1.0)
         z = _cap(z, problem.softcap)
-    g = z.sub_(grad.max[block, None]).sub_(grad.log_sum[block, None]).exp_().mul_(grad.prob[block, None])
+    return z.sub_(grad.max[block, None]).sub_(grad.log_sum[block, None]).exp_(), slope
+
+
+def logit_gradient(
+    problem: LocalProblem, grad: LogitGradient, p: Tensor, slope: Tensor | None, block: slice, slab: slice
+) -> Tensor:
+    """Gradient of one block in ``E C^T + b``: G, chained through softcap and scale; exactly 0 on inactive tokens.
+
+    Overwrites p.
+    """
+    g = p.mul_(grad.prob[block, None])
     if grad.smoothing is not None and problem.smoothing_weight is not None:
         g.addr_(grad.smoothing[block], problem.smoothing_weight[slab], alpha=-1.0)
     inside, column = _hits(problem, block, slab)
@@ -202,7 +212,8 @@ def gradients(
         for block in blocks.token_blocks(problem.num_tokens):
             active = logit_grad.active[block, None]
             tokens = problem.input[block].float()
-            g = _logit_gradient(problem, logit_grad, tokens, rows, block, slab)
+            p, slope = probabilities(problem, logit_grad, tokens, rows, block, slab)
+            g = logit_gradient(problem, logit_grad, p, slope, block, slab)
             if input_grad is not None:
                 input_grad[block].addmm_(g, rows)
             if weight_grad is not None:

@@ -60,6 +60,7 @@ _HOPPER_16BIT_FEW_ROWS = Tile(64, 256, 64, warps=4, stages=4)
 _16BIT = Tile(128, 128, 32, warps=8, stages=3, group=8)
 _TF32 = Tile(128, 128, 32, warps=8, stages=2, group=8)
 _IEEE = Tile(64, 64, 16, warps=4, stages=3, group=8)
+_FILTER_IEEE = Tile(128, 128, 16, warps=8, stages=2, group=8)
 _INTERPRETER = Tile(16, 32, 16, warps=1, stages=1, group=2)
 
 
@@ -152,3 +153,24 @@ def product_tile(dtype: torch.dtype, tma: bool) -> Tile:
     if tma and not INTERPRETED:
         return replace(_HOPPER_16BIT, group=8)
     return logit_tile(dtype, 2**31, 2**31, tma)
+
+
+def filter_block(dtype: torch.dtype, hidden: int, tma: bool, rows: int, cols: int) -> Tile:
+    """The configuration that recomputes logits in the filtered mode, for tiles of ``rows`` x ``cols``: as many tokens,
+    and one or two tiles of classifier rows. Products are summed in the same order as by ``logit_tile``'s."""
+    if INTERPRETED:
+        return Tile(rows, 2 * cols, 16, warps=1, stages=1)
+    if dtype == torch.float32:
+        return _TF32 if product_precision(dtype) == "tf32" else _FILTER_IEEE
+    if not tma:
+        return _16BIT
+    return _HOPPER_16BIT_SHORT if hidden <= SHORT_INNER else _HOPPER_16BIT
+
+
+def filter_product(dtype: torch.dtype, tma: bool, rows: int) -> Tile:
+    """The configuration of the filtered mode's two products; ``inner`` divides a tile's rows and columns."""
+    if INTERPRETED:
+        return Tile(rows, 32, 16, warps=1, stages=1, group=2)
+    if dtype == torch.float32:
+        return _TF32 if product_precision(dtype) == "tf32" else _FILTER_IEEE
+    return _HOPPER_16BIT if tma else _16BIT

@@ -5,13 +5,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import reference, sampled_reference, sampling
-from .interface import GradientRequest, InputGradReady, LocalProblem, LogitGradient, Partials, SamplingPlan
+from . import filtered_reference, reference, sampled_reference, sampling
+from .interface import (
+    FilterPlan,
+    GradientRequest,
+    InputGradReady,
+    LocalProblem,
+    LogitGradient,
+    Partials,
+    Peaks,
+    SamplingPlan,
+    TileMap,
+)
 from .sampled_reference import Entries
 
 
 class TorchImplementation:
-    """Stateless; see ``reference`` and ``sampled_reference``."""
+    """Stateless; see ``reference``, ``sampled_reference`` and ``filtered_reference``."""
 
     name = "torch"
 
@@ -46,6 +56,20 @@ class TorchImplementation:
         on_input_grad: InputGradReady,
     ) -> Tensor | None:
         return sampled_reference.gradients(problem, plan, selection, logit_grad, request, on_input_grad)
+
+    def screen(self, problem: LocalProblem, plan: FilterPlan, *, stats: bool) -> tuple[Partials, Peaks]:
+        return filtered_reference.screen(problem, plan, stats=stats)
+
+    def filtered_gradients(
+        self,
+        problem: LocalProblem,
+        plan: FilterPlan,
+        tiles: TileMap,
+        logit_grad: LogitGradient,
+        request: GradientRequest,
+        on_input_grad: InputGradReady,
+    ) -> Tensor | None:
+        return filtered_reference.gradients(problem, plan, tiles, logit_grad, request, on_input_grad)
 
 
 TORCH = TorchImplementation()

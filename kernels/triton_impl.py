@@ -7,8 +7,18 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from . import anchor, exact, forward, sampled, sampling, select_entries
-from .interface import GradientRequest, InputGradReady, LocalProblem, LogitGradient, Partials, SamplingPlan
+from . import anchor, exact, filtered, forward, sampled, sampling, select_entries
+from .interface import (
+    FilterPlan,
+    GradientRequest,
+    InputGradReady,
+    LocalProblem,
+    LogitGradient,
+    Partials,
+    Peaks,
+    SamplingPlan,
+    TileMap,
+)
 from .logits import LogitOperands
 from .tiles import INTERPRETED
 
@@ -109,6 +119,28 @@ class TritonImplementation:
                 problem, plan, selection, logit_grad, request, on_input_grad,
                 allow_tma=self.allow_tma, library=self.library,
             )  # fmt: skip
+
+    @torch.no_grad()
+    def screen(self, problem: LocalProblem, plan: FilterPlan, *, stats: bool) -> tuple[Partials, Peaks]:
+        _check(problem)
+        with _on_device(problem.input), torch.autocast(problem.input.device.type, enabled=False):
+            return filtered.screen(problem, plan, stats=stats, allow_tma=self.allow_tma)
+
+    @torch.no_grad()
+    def filtered_gradients(
+        self,
+        problem: LocalProblem,
+        plan: FilterPlan,
+        tiles: TileMap,
+        logit_grad: LogitGradient,
+        request: GradientRequest,
+        on_input_grad: InputGradReady,
+    ) -> Tensor | None:
+        _check(problem)
+        with _on_device(problem.input), torch.autocast(problem.input.device.type, enabled=False):
+            return filtered.filtered_gradients(
+                problem, plan, tiles, logit_grad, request, on_input_grad, allow_tma=self.allow_tma
+            )
 
 
 def _check(problem: LocalProblem) -> None:
