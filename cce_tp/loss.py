@@ -263,6 +263,8 @@ def _plan_filter(call: _Call, problem: LocalProblem, target: Tensor, active: Ten
         order=order,
         anchor=filtering.finite(_anchor(call, problem, target, active, filtering.REFERENCE_ROWS)[0]),
         active=active,
+        rows=filtering.TILE_ROWS,
+        cols=filtering.TILE_COLS,
     )
 
 

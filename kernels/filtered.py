@@ -333,28 +333,35 @@ def _input_grad_kernel(  # type: ignore[no-untyped-def]
     p_list = listed + pid_n.to(tl.int64) * most_tiles
     p_sources = listed_sources + pid_n.to(tl.int64) * most_tiles
     b_acc = tl.zeros((ROWS, COLS), dtype=tl.float32)
+    # Each step reads where the next one's operands lie, so that these can be on their way several steps ahead.
+    tile = tl.load(p_list, mask=count > 0, other=0)
+    source = tl.load(p_sources, mask=count > 0, other=0)
     for i in range(0, count * STEPS):
-        tile = tl.load(p_list + i // STEPS)
-        source = tl.load(p_sources + i // STEPS) + i % STEPS * INNER
+        inner = i % STEPS * INNER
         row = tile // SPLIT * ROWS
-        col = tile % SPLIT * TILE_COLS + i % STEPS * INNER
+        col = tile % SPLIT * TILE_COLS + inner
         if TMA:
             b_g = grads.load([row, col])
-            b_c = weight.load([source, d0])
+            b_c = weight.load([source + inner, d0])
         else:
             o_row = (row + tl.arange(0, ROWS)).to(tl.int64)
             o_inner = tl.arange(0, INNER)
             b_g = tl.load(grads + o_row[:, None] * BLOCK_COLS + (col + o_inner)[None, :])
-            o_v = (source + o_inner).to(tl.int64)
+            o_v = (source + inner + o_inner).to(tl.int64)
             p_c = weight + o_v[:, None] * weight_stride_v + o_d.to(tl.int64)[None, :] * weight_stride_d
             b_c = tl.load(p_c, mask=(o_v < source_rows)[:, None] & m_d[None, :], other=0.0)
         b_acc = tl.dot(b_g, b_c, b_acc, input_precision=PRECISION)
+        following = (i + 1) // STEPS
+        tile = tl.load(p_list + following, mask=following < count, other=0)
+        source = tl.load(p_sources + following, mask=following < count, other=0)
 
-    o_n = pid_n * ROWS + tl.arange(0, ROWS)
+    n0 = pid_n * ROWS
+    o_n = n0 + tl.arange(0, ROWS)
     m_n = o_n < num_tokens
     if HAS_FACTOR:
         b_acc *= tl.load(inverse_factor)
-    p_out = out + o_n.to(tl.int64)[:, None] * hidden + o_d[None, :]
+    # Only the tile's place needs 64 bits; offsets within it take half the registers.
+    p_out = out + n0.to(tl.int64) * hidden + d0 + (tl.arange(0, ROWS)[:, None] * hidden + tl.arange(0, COLS)[None, :])
     m_out = m_n[:, None] & m_d[None, :]
     if FIRST:
         if HAS_SMOOTHING:
@@ -415,10 +422,12 @@ def _weight_grad_kernel(  # type: ignore[no-untyped-def]
     p_list = listed + place.to(tl.int64) * token_tiles
     p_tokens = listed_tokens + place.to(tl.int64) * token_tiles
     b_acc = tl.zeros((ROWS, COLS), dtype=tl.float32)
+    tile = tl.load(p_list, mask=count > 0, other=0)
+    token_tile = tl.load(p_tokens, mask=count > 0, other=0)
     for i in range(0, count * STEPS):
-        tile = tl.load(p_list + i // STEPS)
-        token = tl.load(p_tokens + i // STEPS) * BLOCK_ROWS + i % STEPS * INNER
-        row = tile // SPLIT * BLOCK_ROWS + i % STEPS * INNER
+        inner = i % STEPS * INNER
+        token = token_tile * BLOCK_ROWS + inner
+        row = tile // SPLIT * BLOCK_ROWS + inner
         col = tile % SPLIT * ROWS
         if TMA:
             b_g = grads.load([row, col]).T
@@ -431,6 +440,9 @@ def _weight_grad_kernel(  # type: ignore[no-untyped-def]
             p_e = input + o_n[:, None] * hidden + o_d[None, :]
             b_e = tl.load(p_e, mask=(o_n < num_tokens)[:, None] & m_d[None, :], other=0.0)
         b_acc = tl.dot(b_g, b_e, b_acc, input_precision=PRECISION)
+        following = (i + 1) // STEPS
+        tile = tl.load(p_list + following, mask=following < count, other=0)
+        token_tile = tl.load(p_tokens + following, mask=following < count, other=0)
 
     o_v = v0 + tl.arange(0, ROWS)
     m_v = o_v < num_rows

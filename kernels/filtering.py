@@ -29,6 +29,7 @@ from torch import Tensor
 
 from .interface import FilterPlan, LocalProblem, LogitGradient, Peaks, TileMap
 
+TILE_ROWS = TILE_COLS = 128
 REFERENCE_ROWS = 1024
 """How many of the batch's most frequent targets the anchor looks at."""
 _SLACK, _RELATIVE_SLACK = 2e-3, 2.0**-9

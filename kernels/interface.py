@@ -202,8 +202,8 @@ class FilterPlan:
     order: str | Tensor
     anchor: Tensor
     active: Tensor
-    rows: int = 128
-    cols: int = 128
+    rows: int
+    cols: int
 
 
 @dataclass(frozen=True)

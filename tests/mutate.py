@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LOSS, COLLECTIVES = "cce_tp/loss.py", "cce_tp/collectives.py"
 REFERENCE, FOLD = "cce_tp/kernels/reference.py", "cce_tp/kernels/fold.py"
 SAMPLED = "cce_tp/kernels/sampled_reference.py"
+FILTERED = "cce_tp/kernels/filtered_reference.py"
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ class Result:
 
 _REDUCE = "self._work = dist.all_reduce(part, group=self._group.handle, async_op=True)"
 _UNBIASED = "test_sampled.py::test_unbiased_with_the_variance_of_the_formula[plain]"
+_FILTERED = "test_filtered.py::test_option_alone[plain]"
 _REPLICAS = "test_sampled.py::test_steps_and_replicas_draw_differently_and_ranks_of_a_group_alike"
 
 MUTATIONS = (
@@ -271,6 +273,48 @@ MUTATIONS = (
         "samples = isinstance(arguments.options.mode, Sampled) and torch.is_grad_enabled()",
         "samples = False",
         (_UNBIASED,),
+    ),
+    Mutation(
+        "a shard filters by its own log-sum-exp",
+        LOSS,
+        "filtering.tile_map(ctx.plan, problem, peaks, lse)",
+        "filtering.tile_map(ctx.plan, problem, peaks, partials.max + partials.sum_exp.log())",
+        ("test_filtered.py::test_b32_tiles_of_targets_only[True-2]",),
+    ),
+    Mutation(
+        "a tile is left out with a target in it",
+        FILTERED,
+        "counts |= inside",
+        "counts |= False & inside",
+        ("test_filtered.py::test_b32_tiles_of_targets_only[False-1]",),
+    ),
+    Mutation(
+        "a tile is kept if one entry is below eps",
+        FILTERED,
+        "(p >= plan.eps) & active[:, None]",
+        "(p < plan.eps) & active[:, None]",
+        (_FILTERED,),
+    ),
+    Mutation(
+        "what is left out takes the smoothing with it",
+        FILTERED,
+        "smoothing = _Smoothing.of(problem, logit_grad)",
+        "smoothing = None",
+        ("test_filtered.py::test_option_alone[smoothing]",),
+    ),
+    Mutation(
+        "the weight's gradient comes back sorted",
+        FILTERED,
+        "_store(request.weight, rows, weight_grad)",
+        "_store(request.weight, torch.arange(slab.start, slab.stop), weight_grad)",
+        (_FILTERED,),
+    ),
+    Mutation(
+        "filtered is silently exact",
+        LOSS,
+        "filters = isinstance(arguments.options.mode, Filtered) and torch.is_grad_enabled()",
+        "filters = False",
+        (_FILTERED,),
     ),
 )
 

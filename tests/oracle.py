@@ -6,6 +6,7 @@ reductions are spelled as in the documentation, and the gradients come from auto
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -111,8 +112,14 @@ def _reduced(token_loss: Tensor, denominator: Tensor, shape: torch.Size, reducti
     return token_loss.sum() / denominator if denominator else token_loss.sum() * 0
 
 
-def reference(problem: Problem, product_dtype: torch.dtype = torch.float64) -> Reference:
+def reference(
+    problem: Problem,
+    product_dtype: torch.dtype = torch.float64,
+    change_logit_grad: Callable[[Tensor, Tensor], Tensor] | None = None,
+) -> Reference:
     """Loss, statistics and gradients of ``problem`` in float64.
+
+    ``change_logit_grad(logits, gradient)`` says what stands for the gradient in the final logits, ``[N, V]`` each.
 
     With another ``product_dtype`` the three matrix products are PyTorch's in that dtype, which rounds the logits and
     their gradient to it: what training without this library does.
@@ -131,6 +138,9 @@ def reference(problem: Problem, product_dtype: torch.dtype = torch.float64) -> R
     if bias is not None:
         logits = logits + bias[:in_softmax]
     logits = _softcapped(options.logit_scale * logits, options.softcap)
+    if change_logit_grad is not None:
+        final = logits.detach()
+        logits.register_hook(lambda gradient: change_logit_grad(final, gradient))
     lse = torch.logsumexp(logits, dim=1) if len(rows) else rows.sum(dim=1).double()
     label = torch.where(valid, problem.target.reshape(-1).long(), 0)
     assert not len(rows) or (int(label.min()) >= 0 and int(label.max()) < vocab), "the oracle takes valid labels only"

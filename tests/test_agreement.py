@@ -92,6 +92,8 @@ def _one_rank_differs(rank: Rank, changes: dict[str, Any]) -> None:
         ({"linear_bias": [1.0]}, "linear_bias"),
         ({"ignore_index": 2**70}, "ignore_index"),
         ({"logit_scale": 2.0}, "logit_scale"),
+        ({"backward": cce_tp.Filtered()}, "backward"),
+        ({"backward": cce_tp.Filtered(order="count")}, "order='count'"),
     ],
 )
 def test_one_rank_that_differs_is_an_error_on_every_rank(pool: Pool, changes: dict[str, Any], word: str) -> None:

@@ -62,7 +62,6 @@ WEIGHT = torch.zeros(32, 16)
         ({"sequence_parallel": True, "sequence_dim": -1}, ValueError, ["sequence_dim", "-1"]),
         ({"backward": "fast"}, ValueError, ["backward", "fast", "exact"]),
         ({"backward": 3}, TypeError, ["backward", "3"]),
-        ({"backward": "filtered"}, NotImplementedError, ["filtered", "exact"]),
         ({"backward": "sampled", "label_smoothing": 0.1, "softcap": 5.0}, ValueError, ["sampled", "softcap"]),
         ({"main_grad": torch.zeros(32, 16)}, ValueError, ["main_grad", "linear_weight", "require"]),
         ({"main_grad": torch.zeros(31, 16), "linear_weight": "needs grad"}, ValueError, ["main_grad", "(31, 16)"]),

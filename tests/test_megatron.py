@@ -1006,7 +1006,6 @@ def _refusals(rank: Rank) -> None:
     model.output_layer.__class__ = Changed
     refused(TypeError, "its own forward")
     model = _head(2)
-    refused(NotImplementedError, "filtered", backward="filtered")
     refused(ValueError, "backward='none'", backward="none")
     refused(TypeError, "strict=1", strict=1)
     refused(ValueError, "count_padding=False", vocab_size=30)
