@@ -17,8 +17,9 @@ class LossStats:
         target_logprob: fp32, log-probability of the target (nats); NaN where the target is no vocabulary id. Detached.
         correct: bool, the target is the argmax of the logits, the lowest id of equals. False where ignored.
         entropy: fp32, entropy of the softmax (nats). Detached.
-        keep_rate: fp32 ``[]``, share of this rank's entries of the logit gradient that the backward pass works on,
-            beside hot rows and targets; 1 for exact.
+        keep_rate: fp32 ``[]``, share of this rank's entries of the logit gradient that the backward pass works on; 1
+            for exact. If sampled, beside hot rows and targets; if filtered, those in tiles that it recomputes, of which
+            it leaves out some more.
         implementation: "triton" or "torch".
     """
 

@@ -796,6 +796,8 @@ class _Backward:
         self.tma = self.tma and (dtype.itemsize == 2 or INTERPRETED)
         self.block = filter_block(dtype, hidden, self.tma, plan.rows, plan.cols)
         self.product = filter_product(dtype, self.tma, plan.rows)
+        if self.block.rows != plan.rows or self.block.cols % plan.cols != 0:
+            raise ValueError(f"the filter's tiles are {plan.rows} x {plan.cols}, but blocks are {self.block}")
         self.split = self.block.cols // plan.cols
         token_tiles = triton.cdiv(problem.num_tokens, self.block.rows)
         columns = triton.cdiv(problem.num_rows, self.block.cols)

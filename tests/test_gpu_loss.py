@@ -342,7 +342,15 @@ def test_workspace_too_small_is_refused() -> None:
         cce_tp.linear_cross_entropy(rows, weight, target, workspace=1024, implementation="triton")
 
 
-@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "softcap": 3.0, "return_stats": True}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"label_smoothing": 0.1, "softcap": 3.0, "return_stats": True},
+        {"backward": "filtered", "return_stats": True},
+    ],
+    ids=str,
+)
 def test_no_host_synchronisation(options: dict[str, Any]) -> None:
     """The default path never waits for the device."""
     rows, weight, target = _random(512, 256, 4096)
