@@ -405,3 +405,12 @@ def test_combinations_that_are_refused() -> None:
         run_filtered(None, replace(SPEC, options=Options(label_smoothing=0.1, softcap=4.0)), 1, "filtered", {})
     with pytest.raises(ValueError, match="workspace=1000000 can't bound backward='filtered'"):
         run_filtered(None, SPEC, 1, "filtered", {"workspace": 10**6})
+
+
+def test_modes_compare() -> None:
+    order = torch.arange(3)
+    assert cce_tp.Filtered(order="count") == cce_tp.Filtered(order="count")
+    assert cce_tp.Filtered(order="count") != cce_tp.Filtered()
+    assert cce_tp.Filtered(order=order) == cce_tp.Filtered(order=order)
+    assert cce_tp.Filtered(order=order) != cce_tp.Filtered(order=order.clone())
+    assert len({cce_tp.Filtered(), cce_tp.Filtered(), cce_tp.Filtered(order=order)}) == 2
