@@ -18,8 +18,8 @@ class LossStats:
         correct: bool, the target is the argmax of the logits, the lowest id of equals. False where ignored.
         entropy: fp32, entropy of the softmax (nats). Detached.
         keep_rate: fp32 ``[]``, share of this rank's entries of the logit gradient that the backward pass works on; 1
-            for exact. If sampled, beside hot rows and targets; if filtered, those in tiles that it recomputes, of which
-            it leaves out some more.
+            for exact. If sampled, beside hot rows and targets; if filtered, those in tiles that may hold an entry of
+            eps, as far as bounds can tell: a few more tiles are left out.
         implementation: "triton" or "torch".
     """
 

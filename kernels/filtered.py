@@ -289,6 +289,19 @@ def _column_lists_kernel(  # type: ignore[no-untyped-def]
     tl.store(counts + place, done)
 
 
+@triton.jit
+def _add(out, b, row, col, num_rows, num_cols, FIRST: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Add a tile to a contiguous matrix, or be the first to write there."""
+    o_row = tl.arange(0, b.shape[0])
+    o_col = tl.arange(0, b.shape[1])
+    m = (row + o_row < num_rows)[:, None] & (col + o_col < num_cols)[None, :]
+    # Only the tile's place needs 64 bits; offsets within it take half the registers.
+    p = out + row.to(tl.int64) * num_cols + col + (o_row[:, None] * num_cols + o_col[None, :])
+    if not FIRST:
+        b += tl.load(p, mask=m, other=0.0)
+    tl.store(p, b, mask=m)
+
+
 @triton.jit(do_not_specialize=["num_tokens", "source_rows", "token_tiles", "most_tiles"])
 def _input_grad_kernel(  # type: ignore[no-untyped-def]
     grads,
@@ -355,21 +368,15 @@ def _input_grad_kernel(  # type: ignore[no-untyped-def]
         tile = tl.load(p_list + following, mask=following < count, other=0)
         source = tl.load(p_sources + following, mask=following < count, other=0)
 
-    n0 = pid_n * ROWS
-    o_n = n0 + tl.arange(0, ROWS)
-    m_n = o_n < num_tokens
     if HAS_FACTOR:
         b_acc *= tl.load(inverse_factor)
-    # Only the tile's place needs 64 bits; offsets within it take half the registers.
-    p_out = out + n0.to(tl.int64) * hidden + d0 + (tl.arange(0, ROWS)[:, None] * hidden + tl.arange(0, COLS)[None, :])
-    m_out = m_n[:, None] & m_d[None, :]
-    if FIRST:
-        if HAS_SMOOTHING:
-            b_smoothing = tl.load(smoothing + o_n, mask=m_n, other=0.0) * scale
-            b_acc -= b_smoothing[:, None] * tl.load(smoothed_weight + o_d, mask=m_d, other=0.0)[None, :]
-    else:
-        b_acc += tl.load(p_out, mask=m_out, other=0.0)
-    tl.store(p_out, b_acc, mask=m_out)
+    if FIRST and HAS_SMOOTHING:
+        o_n = pid_n * ROWS + tl.arange(0, ROWS)
+        b_smoothing = tl.load(smoothing + o_n, mask=o_n < num_tokens, other=0.0) * scale
+        b_acc -= b_smoothing[:, None] * tl.load(smoothed_weight + o_d, mask=m_d, other=0.0)[None, :]
+    b_left, b_right = tl.split(tl.permute(tl.reshape(b_acc, (ROWS, 2, COLS // 2)), (0, 2, 1)))
+    _add(out, b_left, pid_n * ROWS, d0, num_tokens, hidden, FIRST)
+    _add(out, b_right, pid_n * ROWS, d0 + COLS // 2, num_tokens, hidden, FIRST)
 
 
 @triton.jit(do_not_specialize=["number", "num_tokens", "num_rows", "token_tiles", "most_tiles"])

@@ -138,13 +138,13 @@ def _compare_random(pool: Pool | None, spec: Spec, tp: int, eps: float, choice: 
     check(spec, solve(pool, spec, tp, modes), shards_of_spec(spec, tp), expected=oracle.expected)
 
 
-@settings(max_examples=60)
+@settings(max_examples=50)
 @given(spec=specs, eps=st.sampled_from([1e-3, 0.1, 0.5]), name=st.sampled_from(list(FILTERS)))
 def test_random_combination_on_one_rank(spec: Spec, eps: float, name: str) -> None:
     _compare_random(None, spec, 1, eps, FILTERS[name])
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     spec=specs, eps=st.sampled_from([1e-3, 0.1, 0.5]), name=st.sampled_from(list(FILTERS)), tp=st.sampled_from([2, 4])
 )
