@@ -23,6 +23,7 @@ from cce_tp.kernels import filtered, filtering, forward, sampling
 from cce_tp.kernels.interface import FilterPlan, GradientRequest, LocalProblem, LogitGradient, WeightGradBuffer
 from cce_tp.kernels.logits import LogitOperands
 from cce_tp.kernels.tiles import Tile
+from cce_tp.kernels.triton_impl import TRITON
 from cce_tp.options import ORDERS
 
 from . import bench_logits
@@ -60,7 +61,7 @@ class FilteredLoss:
         hot = sampling.choose_hot_rows(problem.target, self.active, problem.num_rows, filtering.REFERENCE_ROWS)
         rows = sampling.AnchorRows.choose(hot, problem.num_rows)
         anchor = sampling.anchor(
-            sampling.anchor_sums(problem, rows, 0, problem.num_rows), rows, problem.target, self.active
+            TRITON.anchor_sums(problem, rows, 0, problem.num_rows), rows, problem.target, self.active
         )
         return FilterPlan(
             self.mode.eps, self.mode.input, self.mode.weight, self.mode.order, filtering.finite(anchor), self.active,
