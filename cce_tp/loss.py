@@ -57,8 +57,8 @@ class _Labels:
     Attributes:
         local: row of this rank's weight, or -1.
         active: not ignored.
-        invalid: not ignored, and no vocabulary id: such a token's loss and gradient are NaN.
-        weight: class weight of the label, fp32, 0 where ignored; 1 without class weights.
+        invalid: not ignored, and no vocabulary id.
+        weight: class weight of the label, fp32, 0 where ignored; 1 without class weights and where invalid.
     """
 
     local: Tensor
@@ -91,8 +91,13 @@ class _Call:
         if class_weight is None:
             weight = active.float()
         else:
-            weight = torch.where(active & known, class_weight.float()[torch.where(known, target, 0)], 0.0)
+            weight = torch.where(known, class_weight.float()[torch.where(known, target, 0)], 1.0) * active
         return _Labels(torch.where(mine, target - self.shard.start, -1), active, active & ~known, weight)
+
+    def spoil(self, values: Tensor, labels: _Labels) -> Tensor:
+        """NaN for tokens whose label means nothing; 0 for ignored ones."""
+        values = torch.where(labels.active, values, 0.0)
+        return values.masked_fill(labels.invalid, float("nan")) if self.options.unknown_labels == "nan" else values
 
     def smoothing_weight(self, class_weight: Tensor | None, device: torch.device) -> Tensor | None:
         """c over the local rows of the softmax, fp32; padding rows have 0. None without label smoothing."""
@@ -179,6 +184,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 ctx.selection = filtering.tile_map(ctx.plan, problem, peaks, lse)
             # z_y - M before log S: a common offset of the row cancels exactly.
             nll = log_sum - (whole.target_logit - whole.max)
+            if options.unknown_labels == "max":
+                nll = torch.where(labels.invalid, log_sum, nll)
             loss = labels.weight * nll
             if whole.smoothing is not None:
                 alpha = float(options.label_smoothing)
@@ -187,7 +194,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 loss = (1.0 - alpha) * loss + share * spread if alpha < 1.0 else share * spread
             if options.z_loss != 0.0:
                 loss = loss + float(options.z_loss) * lse.square()
-            loss = torch.where(labels.active, loss, 0.0).masked_fill(labels.invalid, float("nan"))
+            loss = call.spoil(loss, labels)
 
         ctx.call, ctx.device_type = call, local_input.device.type
         ctx.set_materialize_grads(False)
@@ -291,7 +298,7 @@ def _logit_gradient(
         prob = prob + u * (2.0 * float(options.z_loss)) * (top + log_sum)
     if h is not None:
         prob = prob + h
-    prob = torch.where(labels.active, prob, 0.0).masked_fill(labels.invalid, float("nan"))
+    prob = call.spoil(prob, labels)
     target_factor = target_factor.masked_fill(~labels.active, 0.0)
     return LogitGradient(top, log_sum, prob, target_factor, labels.active, smoothing)
 
@@ -385,6 +392,7 @@ def linear_cross_entropy(
     main_grad: Tensor | None = None,
     comm_dtype: torch.dtype | None = None,
     count_padding: bool = False,
+    unknown_labels: str = "nan",
     workspace: int | None = None,
     validate: bool | None = None,
     implementation: str = "auto",
@@ -408,7 +416,7 @@ def linear_cross_entropy(
             ``torch.autocast`` both are cast). A DTensor sharded by ``Shard(0)`` over a one-dimensional mesh also says
             ``group`` and ``shard``.
         target: ``[...]`` integer vocabulary ids over the whole vocabulary, the same on every rank, full length under
-            sequence parallelism. An id outside ``[0, V)`` makes its token's loss and gradient NaN (see ``validate``).
+            sequence parallelism. An id outside ``[0, V)``: see ``unknown_labels`` and ``validate``.
         linear_bias: ``[V_local]``, any floating dtype.
         weight: ``[V]`` class weights, the same on every rank; not differentiable.
         reduction: "mean", "sum" or "none" (fp32 in target's shape, 0 at ignored tokens).
@@ -428,6 +436,8 @@ def linear_cross_entropy(
             ``linear_weight.grad`` then stays untouched. Adds once a backward pass.
         comm_dtype: dtype in which the input's gradient is summed over the group; default: input's (fp32 on gloo).
         count_padding: padding rows enter the softmax (and get gradient), as in Megatron.
+        unknown_labels: what a label outside ``[0, V)`` that isn't ignored does: "nan" makes its token's loss and
+            gradient NaN; "max" gives it the row's largest logit, a constant to the gradient, as Megatron has it.
         workspace: bytes each pass may allocate beyond inputs, outputs and gradients, refused if not enough (exact);
             default: the gradient of the input in fp32, and 44 to 160 MiB, whatever the implementation works best in.
         validate: check labels and the ranks' agreement on every call, with a host synchronisation; None: the
@@ -477,6 +487,7 @@ def linear_cross_entropy(
             "backward": backward,
             "comm_dtype": comm_dtype,
             "count_padding": count_padding,
+            "unknown_labels": unknown_labels,
             "workspace": workspace,
             "validate": validate,
             "implementation": implementation,

@@ -11,6 +11,7 @@ import torch
 from .kernels.select import CHOICES as IMPLEMENTATIONS
 
 REDUCTIONS = ("mean", "sum", "none")
+UNKNOWN_LABELS = ("nan", "max")
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 SUPPORTED_DTYPES = (*LOW_PRECISION, torch.float32)
 ORDERS = ("natural", "mean_logit", "count")
@@ -175,6 +176,7 @@ class LossOptions:
     backward: str | Backward = "exact"
     comm_dtype: torch.dtype | None = None
     count_padding: bool = False
+    unknown_labels: str = "nan"
     workspace: int | None = None
     validate: bool | None = None
     implementation: str = "auto"
@@ -184,6 +186,8 @@ class LossOptions:
     def __post_init__(self) -> None:
         if self.reduction not in REDUCTIONS:
             raise ValueError(f"reduction={self.reduction!r} must be one of {REDUCTIONS}")
+        if self.unknown_labels not in UNKNOWN_LABELS:
+            raise ValueError(f"unknown_labels={self.unknown_labels!r} must be one of {UNKNOWN_LABELS}")
         if self.implementation not in IMPLEMENTATIONS:
             raise ValueError(f"implementation={self.implementation!r} must be one of {IMPLEMENTATIONS}")
         if self.ignore_index is None:
@@ -246,6 +250,7 @@ class LossOptions:
             "sequence_parallel",
             "sequence_dim",
             "count_padding",
+            "unknown_labels",
             "return_stats",
             "validate",
             "implementation",

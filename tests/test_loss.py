@@ -513,6 +513,55 @@ def test_workspace_is_obeyed_or_refused(pool: Pool, tp: int) -> None:
         assert "workspace" in error.message
 
 
+def _unknown_labels(rank: Rank, backward: Any) -> None:
+    generator = torch.Generator().manual_seed(11)
+    hidden = torch.randn(6, 7, generator=generator)
+    whole = 2 * torch.randn(20, 7, generator=generator)
+    target = torch.tensor([3, -100, 20, 19, -(2**31), 0])
+    upstream = torch.linspace(0.5, 1.5, 6)
+    weight = torch.linspace(0.5, 2.0, 20)
+    for smoothing in (0.0, 0.2):
+        # In float64, where the label of the three counts as the row's maximum, a constant.
+        e, c = hidden.double().requires_grad_(), whole.double().requires_grad_()
+        z = e @ c.T
+        known = (target >= 0) & (target < 20)
+        picked = z.gather(1, torch.where(known, target, 0)[:, None])[:, 0]
+        y = torch.where(known, picked, z.detach().max(dim=1).values)
+        lse = z.logsumexp(dim=1)
+        own = torch.where(known, weight[torch.where(known, target, 0)], 1.0)
+        expected = (1 - smoothing) * own * (lse - y) + smoothing / 20 * (weight * (lse[:, None] - z)).sum(dim=1)
+        (expected * upstream).sum().backward()
+
+        shard = cce_tp.VocabShard.chunk(20, rank.index, rank.size)
+        local = hidden.clone().requires_grad_()
+        rows = whole[shard.start : shard.stop].clone().requires_grad_()
+        loss = cce_tp.linear_cross_entropy(
+            local,
+            rows,
+            target,
+            weight=weight,
+            reduction="none",
+            ignore_index=-1,
+            label_smoothing=smoothing,
+            unknown_labels="max",
+            group=rank.group,
+            shard=shard,
+            backward=backward,
+            validate=True,
+        )
+        (loss * upstream).sum().backward()
+        assert relative_error(loss, expected) < 1e-6
+        assert relative_error(local.grad, e.grad) < 1e-5
+        assert relative_error(rows.grad, c.grad[shard.start : shard.stop]) < 1e-5
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("backward", ["exact", cce_tp.Sampled(eps=1e-6, reference_rows=4)])
+def test_unknown_labels_may_count_as_the_largest_logit(pool: Pool, tp: int, backward: Any) -> None:
+    """As Megatron has it; with so small an eps the sampled gradient is the exact one."""
+    pool.run(tp, _unknown_labels, backward)
+
+
 def test_default_options_are_those_of_cross_entropy() -> None:
     """With nothing but the three tensors it is ``torch.nn.functional.cross_entropy`` of the product."""
     problem = build(Spec(shape=(9,), hidden=8, vocab=23, ignored=0.3))

@@ -62,8 +62,8 @@ def install(
         backward: "exact", or "sampled" or ``cce_tp.Sampled(...)``.
         count_padding: True as Megatron: rows that pad the vocabulary enter the softmax.
         vocab_size: the vocabulary without padding; needed with ``count_padding=False``.
-        ignore_index: None: labels outside the vocabulary as Megatron treats them, which costs a host synchronisation;
-            an int: that label has loss 0 and no gradient. See ``vocab_parallel_linear_cross_entropy``.
+        ignore_index: None: labels outside the vocabulary as Megatron treats them; an int: that label has loss 0 and no
+            gradient. See ``vocab_parallel_linear_cross_entropy``.
         implementation: "auto", "triton" or "torch".
         strict: raise, instead of warning, where training needs real logits.
         comm_dtype, workspace, validate: as in ``cce_tp.linear_cross_entropy``.

@@ -13,10 +13,13 @@ from ..collectives import TensorParallelGroup, resolve_group
 from ..loss import linear_cross_entropy
 from ..shard import VocabShard
 from .lazy import tensor_parallel_group
-from .streaming import streaming_max
 from .weight_gradient import fused_accumulation
 
-_NOT_OPTIONS = ("input", "linear_weight", "target", "group", "shard", "sequence_dim", "main_grad", "reduction")
+_NOT_OPTIONS = (
+    *("input", "linear_weight", "target", "group", "shard", "sequence_dim", "main_grad", "reduction"),
+    "unknown_labels",
+)
+_NO_LABEL = torch.iinfo(torch.int64).min
 
 
 def vocab_parallel_linear_cross_entropy(
@@ -46,9 +49,8 @@ def vocab_parallel_linear_cross_entropy(
         count_padding: True as Megatron: rows that pad the vocabulary enter the softmax. False: they don't.
         vocab_size: vocabulary without padding; needed with ``count_padding=False``. Then padding isn't a valid label.
         ignore_index: None as Megatron: a label outside the vocabulary gives its token the loss ``LSE - max`` and a
-            gradient of ``softmax``. That reads the labels on the host (a synchronisation), and where there is such a
-            label it takes one more product and all-reduce. An int: that label gives loss 0 and no gradient, any other
-            label outside the vocabulary NaN, without a synchronisation.
+            gradient of ``softmax``. An int: that label gives loss 0 and no gradient, any other label outside the
+            vocabulary NaN. Neither synchronises with the host.
         gradient_accumulation_fusion: add the weight's gradient to ``weight.main_grad``, as Megatron's layers do.
         **options: further keywords of ``cce_tp.linear_cross_entropy``, such as ``backward``, ``label_smoothing``,
             ``z_loss``, ``logit_scale``, ``implementation``.
@@ -79,16 +81,13 @@ def vocab_parallel_linear_cross_entropy(
         "sequence_parallel": sequence_parallel,
         "main_grad": main_grad,
         "count_padding": count_padding,
+        "ignore_index": _NO_LABEL if ignore_index is None else ignore_index,
+        "unknown_labels": "max" if ignore_index is None else "nan",
     }
-    # [b, s] => [s, b] and back
-    target = labels.transpose(0, 1)
-    if ignore_index is not None:
-        loss = linear_cross_entropy(hidden, weight, target, ignore_index=ignore_index, **keywords)
-    else:
-        loss = _loss_as_megatron(hidden, weight, target, group, shard, keywords)
+    loss = linear_cross_entropy(hidden, weight, labels.transpose(0, 1), **keywords)
     if not isinstance(loss, Tensor):
         raise TypeError("return_stats=True can't be passed: the result is the loss alone")
-    return loss.transpose(0, 1).contiguous()
+    return loss.transpose(0, 1).contiguous()  # [s, b] => [b, s]
 
 
 def megatron_shard(rows: int, group: TensorParallelGroup, vocab_size: int | None, count_padding: bool) -> VocabShard:
@@ -112,53 +111,6 @@ def _check_layout(hidden: Tensor, labels: Tensor) -> None:
         raise ValueError(
             f"hidden has shape {tuple(hidden.shape)} and labels {tuple(labels.shape)}, expected [s, b, h] and [b, s]"
         )
-
-
-def _loss_as_megatron(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    group: TensorParallelGroup,
-    shard: VocabShard,
-    keywords: dict[str, Any],
-) -> Tensor:
-    """As ``VocabParallelCrossEntropy`` has it: the logit of a label that no rank holds counts as the row's maximum.
-
-    ``max`` is a constant to the gradient there, so what is left is that of the log-sum-exp.
-    """
-    known = (target >= 0) & (target < shard.vocab_size)
-    if bool(known.all()):
-        # Whatever is ignored must not be one of these labels.
-        loss = linear_cross_entropy(hidden, weight, target, ignore_index=-1, **keywords)
-        assert isinstance(loss, Tensor)
-        return loss
-    loss, stats = linear_cross_entropy(
-        hidden, weight, torch.where(known, target, 0), ignore_index=-1, return_stats=True, **keywords
-    )
-    top = _global_max(hidden, weight, group, shard, keywords)
-    return torch.where(known, loss, stats.lse - top.view(target.shape))
-
-
-def _global_max(
-    hidden: Tensor, weight: Tensor, group: TensorParallelGroup, shard: VocabShard, keywords: dict[str, Any]
-) -> Tensor:
-    """Largest logit of each token over the whole vocabulary, fp32 ``[N]``. One all-reduce MAX, or none if single."""
-    rows = shard.num_rows if keywords["count_padding"] else shard.num_real
-    scale, softcap = keywords.get("logit_scale", 1.0), keywords.get("softcap")
-    tokens = gathered_tokens(hidden, group, keywords["sequence_parallel"])
-    bias = keywords["linear_bias"]
-
-    def finish(logits: Tensor) -> Tensor:
-        scaled = logits.float() * scale
-        return scaled if softcap is None else softcap * torch.tanh(scaled / softcap)
-
-    if rows == 0:
-        top = torch.full((tokens.shape[0],), -torch.inf, device=tokens.device)
-    else:
-        top, _ = streaming_max(tokens, weight[:rows], None if bias is None else bias[:rows], finish)
-    if not group.is_single:
-        dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group.require())
-    return top
 
 
 def gathered_tokens(hidden: Tensor, group: TensorParallelGroup, sequence_parallel: bool) -> Tensor:
