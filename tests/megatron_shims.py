@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch._dynamo
 import torch.distributed as dist
@@ -51,17 +52,63 @@ def prepare() -> None:
     hybrid_block.TENorm = PlainLayerNorm
 
 
+def _means_cuda(device: Any) -> bool:
+    return type(device) is int or str(device).startswith("cuda")
+
+
 class _OnCpu(TorchFunctionMode):
     """``device="cuda"`` means the CPU, and its tensors are called CUDA tensors: Megatron's optimizer looks at that."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = dict(kwargs or {})
-        if str(kwargs.get("device")).startswith("cuda"):
+        if _means_cuda(kwargs.get("device")):
             kwargs["device"] = "cpu"
+        if func is torch.Tensor.record_stream:
+            return None
+        if func is torch.Tensor.to:
+            args = (args[0], *("cpu" if _means_cuda(arg) else arg for arg in args[1:]))
         answer = func(*args, **kwargs)
         if func is torch.Tensor.type and isinstance(answer, str):
             return answer.replace("torch.", "torch.cuda.", 1)
         return answer
+
+
+class _Stream:
+    """A stream or an event that does nothing."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def record_event(self, *args: Any) -> _Stream:
+        return self
+
+    def wait_stream(self, *args: Any) -> None:
+        pass
+
+    wait_event = record = wait = synchronize = wait_stream
+
+
+@contextlib.contextmanager
+def fsdp() -> Iterator[None]:
+    """Let Megatron-FSDP run, beside ``training``. It allocates in autograd's hooks, where no mode is active."""
+
+    def allocating(function: Any) -> Any:
+        def allocate(*args: Any, **kwargs: Any) -> Any:
+            if _means_cuda(kwargs.get("device")):
+                kwargs["device"] = "cpu"
+            return function(*args, **kwargs)
+
+        return allocate
+
+    with pytest.MonkeyPatch.context() as patch, training():
+        for name in ("empty", "zeros"):
+            patch.setattr(torch, name, allocating(getattr(torch, name)))
+        for name in ("Stream", "Event", "current_stream"):
+            patch.setattr(torch.cuda, name, _Stream)
+        patch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+        patch.setattr(torch.cuda, "empty_cache", lambda: None)
+        patch.setattr(torch.cuda, "current_device", lambda: 0)
+        yield
 
 
 @contextlib.contextmanager

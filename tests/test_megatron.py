@@ -416,6 +416,66 @@ def test_training_under_ddp(megatron_pool: Pool, fusion: str, ddp: str) -> None:
     run(megatron_pool, _compare_training, fusion, ddp)
 
 
+FSDP: dict[str, dict[str, Any]] = {
+    "sharded parameters": {"sequence_parallel": True},
+    "sharded parameters, tied, mtp": {"tied": True, "mtp_num_layers": 1},
+    "sharded optimizer": {"strategy": "optim"},
+}
+
+
+def _train_fsdp(install: bool, strategy: str = "optim_grads_params", **keywords: Any) -> tuple[Any, dict[str, Tensor]]:
+    """Losses of two micro-batches, and this rank's shards of the gradients."""
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+
+    options = DistributedDataParallelConfig(
+        use_megatron_fsdp=True,
+        data_parallel_sharding_strategy=strategy,
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=True,
+        overlap_param_gather=strategy == "optim_grads_params",
+    )
+    model = _build("gpt", 2, calculate_per_token_loss=True, **keywords)  # else it scales gradients inside NCCL
+    wrapped = FullyShardedDataParallel(model.config, options, model)
+    if install:
+        assert hook.install(wrapped, strict=True) == 1
+    losses = []
+    for micro in range(2):
+        wrapped.module.is_last_microbatch = micro == 1
+        batch = _batch(micro)
+        loss = _forward(wrapped, "gpt", batch, batch["labels"])
+        (loss * batch["upstream"]).sum().backward()
+        losses.append(loss.detach())
+    wrapped.finish_grad_sync()
+    grads = {n: p.grad.to_local().clone() for n, p in model.named_parameters() if p.grad is not None}
+    _mtp_metrics()
+    return losses, grads
+
+
+def _compare_fsdp(rank: Rank, case: str) -> list[str]:
+    from megatron.core import tensor_parallel
+
+    shims.initialize(2)
+    with shims.fsdp():
+        tensor_parallel.model_parallel_cuda_manual_seed(1)
+        stock_losses, stock_grads = _train_fsdp(False, **FSDP[case])
+        losses, grads = _train_fsdp(True, **FSDP[case])
+    torch.testing.assert_close(losses, stock_losses, rtol=1e-6, atol=2e-6)
+    assert grads.keys() == stock_grads.keys()
+    for name, grad in stock_grads.items():
+        assert relative(grads[name], grad) < 1e-5, name
+    return list(grads)
+
+
+@needs_megatron
+@pytest.mark.parametrize("case", FSDP)
+def test_training_under_megatron_fsdp(megatron_pool: Pool, case: str) -> None:
+    """Two micro-batches; tp 2 × dp 2. Between them, the ranks hold a part of every gradient."""
+    held = run(megatron_pool, _compare_fsdp, case)
+    head = "embedding.word_embeddings.weight" if "tied" in case else "output_layer.weight"
+    assert any(name.endswith(head) for names in held for name in names)
+
+
 # Field cases, with the numbers of F0: a language module that is nothing but an embedding and an output layer.
 
 
@@ -564,6 +624,13 @@ def _main_grad(rank: Rank, tp: int, dtype: torch.dtype) -> None:
     assert not weight.grad_added_to_main_grad
     assert not weight.main_grad.any()
     assert float(hidden.grad.norm()) == pytest.approx(F0_INPUT_NORM, abs=1e-5)
+
+    # Under Megatron-FSDP autograd takes it, also with fusion.
+    weight.requires_grad_(True)
+    weight.__fsdp_param__ = True
+    model(hidden, labels).mean().backward()
+    assert relative(weight.grad, expected) < 1e-6
+    assert not weight.main_grad.any()
 
     # No fusion, though there is a main_grad.
     unfused = _head(tp)
@@ -1014,14 +1081,18 @@ def _refusals(rank: Rank) -> None:
     with pytest.raises(TypeError, match="must be a module"):
         hook.install(3)  # type: ignore[arg-type]
 
-    # Megatron-FSDP, wrapped before or after.
-    fsdp = type("FullyShardedDataParallel", (nn.Module,), {})()
-    fsdp.module = model
-    with pytest.raises(NotImplementedError, match="Megatron-FSDP"):
-        hook.install(fsdp)
+    # Megatron-FSDP around the output layer itself, before or after install.
+    fsdp = nn.Module()
+    fsdp.module, fsdp.fsdp_unit_modules = model, [tensor_parallel.ColumnParallelLinear]
+    with pytest.raises(NotImplementedError, match="an FSDP unit of its own"):
+        hook.install([fsdp])
     hook.install(model)
-    model.output_layer.weight.__fsdp_param__ = True
-    with pytest.raises(NotImplementedError, match="Megatron-FSDP"):
+
+    def release(layer: nn.Module, *_: Any) -> None:
+        layer.weight.untyped_storage().resize_(0)
+
+    model.output_layer.register_forward_hook(release)
+    with pytest.raises(NotImplementedError, match="an FSDP unit of its own"):
         model(*_f0())
 
 

@@ -28,7 +28,7 @@ from .output_layer import (
     check_supported,
     deferring_class,
     hook_of,
-    refuse_fsdp,
+    refuse_released_weight,
 )
 from .vocab_parallel_logits import vocab_parallel_cross_entropy
 
@@ -94,7 +94,10 @@ def install(
     options = {**passed, "vocab_size": vocab_size, "ignore_index": ignore_index}
     column_parallel = megatron_module("tensor_parallel.layers").ColumnParallelLinear
     found = [(chunk, layer) for chunk in _chunks(model) if (layer := _output_layer(chunk)) is not None]
+    units = _fsdp_units(model)
     for _, layer in found:
+        if isinstance(layer, units):
+            refuse_released_weight()
         hook = hook_of(layer)
         if hook is None:
             check_supported(layer, column_parallel)
@@ -134,8 +137,6 @@ def _chunks(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
         raise TypeError(f"model must be a module or a list of modules, not {type(model).__name__}")
     inner: nn.Module = model
     while not hasattr(inner, _LOSS):
-        if any(kind.__name__ in ("FullyShardedDataParallel", "MegatronFSDP") for kind in type(inner).__mro__):
-            refuse_fsdp()
         wrapped = getattr(inner, "module", None)
         if not isinstance(wrapped, nn.Module):
             raise TypeError(
@@ -144,6 +145,15 @@ def _chunks(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
             )
         inner = wrapped
     return [inner]
+
+
+def _fsdp_units(model: object) -> tuple[type[nn.Module], ...]:
+    """The classes of modules whose weights a Megatron-FSDP around the model releases after their forward."""
+    if isinstance(model, list | tuple | nn.ModuleList):
+        return tuple(unit for item in model for unit in _fsdp_units(item))
+    if not isinstance(model, nn.Module):
+        return ()
+    return (*getattr(model, "fsdp_unit_modules", ()), *_fsdp_units(getattr(model, "module", None)))
 
 
 def _output_layer(chunk: nn.Module) -> nn.Module | None:

@@ -120,7 +120,7 @@ def deferring_class(base: Any) -> type[nn.Module]:
         infers = torch.is_inference_mode_enabled() or (not self.training and runtime_gather_output)
         if infers or gather or more or others or rows is None:
             return base.forward(self, input_, weight, runtime_gather_output, *more, **others)
-        check_supported_weight(self, rows)
+        _check_shape(self, rows)
         return DeferredLogits(self, input_, rows), self.bias if self.skip_bias_add else None
 
     return type(
@@ -135,25 +135,22 @@ def deferring_class(base: Any) -> type[nn.Module]:
     )
 
 
-def check_supported_weight(layer: Any, weight: Tensor) -> None:
-    """Refuse a weight of the wrong shape, or one that isn't there any more when the loss is computed.
-
-    Raises:
-        ValueError: the shape isn't the layer's.
-        NotImplementedError: Megatron-FSDP owns the weight.
-    """
+def _check_shape(layer: Any, weight: Tensor) -> None:
+    """Raise ValueError for a weight whose shape isn't the layer's."""
     expected = (layer.output_size_per_partition, layer.input_size)
     if tuple(weight.shape) != expected:
         raise ValueError(f"output_layer got a weight of shape {tuple(weight.shape)}, expected {expected}")
-    if hasattr(weight, "__fsdp_param__"):
-        refuse_fsdp()
 
 
-def refuse_fsdp() -> None:
-    """Raise for a model under Megatron-FSDP."""
+def refuse_released_weight() -> None:
+    """Raise for an output layer that Megatron-FSDP treats as a unit.
+
+    Raises:
+        NotImplementedError: always.
+    """
     raise NotImplementedError(
-        "cce_tp.megatron doesn't support Megatron-FSDP yet: it may release the output layer's weight before the loss "
-        "is computed. Use DistributedDataParallel with the distributed optimizer"
+        "cce_tp.megatron doesn't support an output layer that is an FSDP unit of its own: Megatron-FSDP then releases "
+        "its weight before the loss reads it. Leave the layer's class out of fsdp_unit_modules"
     )
 
 
@@ -187,6 +184,8 @@ class DeferredLogits:
     def loss(self, labels: Tensor) -> Tensor:
         """Per-token loss ``[b, s]``, fp32, of ``labels`` ``[b, s]``."""
         hook, layer = self._hook, self._layer
+        if self._weight.untyped_storage().size() == 0:
+            refuse_released_weight()
         loss = vocab_parallel_linear_cross_entropy(
             self._hidden,
             self._weight,

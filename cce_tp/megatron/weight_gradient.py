@@ -3,6 +3,9 @@
 With ``gradient_accumulation_fusion`` the gradient is added to ``weight.main_grad`` inside the backward pass and doesn't
 go through ``weight.grad``. Megatron's DDP, however, waits for autograd to accumulate *something* into the parameter,
 and asserts it: so a parameter that has ``grad_added_to_main_grad`` gets that flag set and a placeholder as gradient.
+
+Megatron-FSDP gathers gradients in buffers that come and go, and takes what autograd leaves in ``weight.grad`` as well:
+there autograd sums up the gradient, also of a head that is used several times.
 """
 
 from __future__ import annotations
@@ -23,11 +26,12 @@ def fused_accumulation(weight: Tensor, fusion: bool) -> tuple[Tensor, Tensor | N
         fusion: whether the layer has ``gradient_accumulation_fusion``.
 
     Returns:
-        ``(weight, None)`` where autograd takes the gradient: without fusion, for a frozen weight, without gradients,
-        or where the parameter has no ``main_grad``. Else an alias of the weight that fulfils the contract above, and
-        ``weight.main_grad``.
+        ``(weight, None)`` where autograd takes the gradient: without fusion, under Megatron-FSDP, for a frozen weight,
+        without gradients, or where the parameter has no ``main_grad``. Else an alias of the weight that fulfils the
+        contract above, and ``weight.main_grad``.
     """
-    main_grad = getattr(weight, "main_grad", None) if fusion else None
+    fused = fusion and not hasattr(weight, "__fsdp_param__")
+    main_grad = getattr(weight, "main_grad", None) if fused else None
     if main_grad is None or not weight.requires_grad or not torch.is_grad_enabled():
         return weight, None
     return _AccumulatedElsewhere.apply(weight), main_grad
