@@ -21,6 +21,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
@@ -40,6 +41,8 @@ from cce_tp.launch.runtime import Runtime, choose_device, discover, finalize, in
 
 LOSSES = ("cce", "megatron", "megatron-unfused")
 FUSION_EXTENSION = "fused_weight_gradient_mlp_cuda"
+GRAPH_WARMUP = 3
+"""Ordinary steps, and ordinary evaluations, before either is captured."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,7 @@ class Options(Preset):
     pp: int
     sequence_parallel: bool
     gradient_accumulation_fusion: bool
+    cuda_graph: bool
     device: str
     dtype: str
     loss: str
@@ -111,6 +115,11 @@ def make_parser() -> Parser:
     group.add_argument("--sequence-parallel", action="store_true")
     group.add_argument(
         "--gradient-accumulation-fusion", action="store_true", help=f"needs Apex's extension {FUSION_EXTENSION}"
+    )
+    group.add_argument(
+        "--cuda-graph",
+        action="store_true",
+        help="forward and backward of a step as one graph (Megatron's full_iteration)",
     )
     group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     group.add_argument(
@@ -228,6 +237,8 @@ def check(options: Options, world_size: int) -> None:
         raise ValueError(
             f"--gradient-accumulation-fusion needs Apex's extension {FUSION_EXTENSION}; it isn't installed"
         )
+    if options.cuda_graph and options.device != "cuda":
+        raise ValueError("--cuda-graph needs --device cuda")
     if options.warmup >= options.steps:
         raise ValueError(f"--warmup {options.warmup} leaves nothing of --steps {options.steps}")
     if (options.out / "log.jsonl").exists() and not options.overwrite:
@@ -239,7 +250,6 @@ class Trainer:
 
     def __init__(self, options: Options, runtime: Runtime, corpus: Corpus) -> None:
         from megatron.core import parallel_state
-        from megatron.core.pipeline_parallel import get_forward_backward_func
 
         self.options, self.runtime, self.corpus = options, runtime, corpus
         self.device = runtime.device
@@ -251,7 +261,7 @@ class Trainer:
         self.held_out_windows = Windows(corpus.held_out, options.seq_len)
         self.model = build_model(options, corpus.vocab_size, self.device)
         self.optimizer, self.scheduler = build_optimizer(options, self.model)
-        self.run_schedule = get_forward_backward_func()
+        self.run_schedule = schedule(options.cuda_graph)
         if options.loss == "cce":
             cce_tp.megatron.install(self.model, backward=options.backward_mode(), strict=True)
             cce_tp.sampler.manual_seed(options.seed)
@@ -316,7 +326,7 @@ class Trainer:
             self.held_out_windows.spread(index * batch + self.dp_rank * rows, rows, count * batch)
             for index in range(count)
         )
-        batches = (part for whole in windows for part in whole.split(self.options.micro_batch))
+        batches = ({"tokens": part} for whole in windows for part in whole.split(self.options.micro_batch))
         with torch.no_grad():
             loss = self._mean_loss(batches, count * self.micro_batches, forward_only=True)
         self.model.train()
@@ -328,6 +338,7 @@ class Trainer:
         The time is the median of ``repeats``, the memory what is allocated meanwhile above what is there; of the last
         stage's ranks, the largest.
         """
+        self.run_schedule = schedule(cuda_graph=False)  # a graph would not run the hook
         kept: list[tuple[Any, ...]] = []
         seconds, above = 0.0, 0
         if self.is_last_stage:
@@ -342,7 +353,7 @@ class Trainer:
 
     def _time_loss(self, hidden: Tensor, repeats: int) -> tuple[float, int]:
         model = unwrap(self.model)
-        labels = next(self._batches(0))[:, 1:].to(self.device)
+        labels = next(self._batches(0))["tokens"][:, 1:].to(self.device)
         times, above = [], 0
         for index in range(repeats + 3):
             hidden.grad = None
@@ -361,14 +372,14 @@ class Trainer:
                 times.append(time.perf_counter() - start)
         return statistics.median(times), above
 
-    def _batches(self, first: int) -> Iterator[Tensor]:
+    def _batches(self, first: int) -> Iterator[dict[str, Tensor]]:
         """This replica's micro-batches of the global batch that begins at window ``first``."""
         size = self.options.micro_batch
         for index in range(self.micro_batches):
             offset = (index * self.dp + self.dp_rank) * size
-            yield self.train_windows.shuffled(first + offset, size, self.options.seed)
+            yield {"tokens": self.train_windows.shuffled(first + offset, size, self.options.seed)}
 
-    def _mean_loss(self, batches: Iterator[Tensor], count: int, forward_only: bool) -> Tensor:
+    def _mean_loss(self, batches: Iterator[dict[str, Tensor]], count: int, forward_only: bool) -> Tensor:
         """Run Megatron's schedule; the mean loss on the last stage, 0 elsewhere."""
         options = self.options
         losses = self.run_schedule(
@@ -384,8 +395,10 @@ class Trainer:
             return torch.zeros((), device=self.device)
         return torch.stack([part["loss"] for part in losses]).mean()
 
-    def _forward_step(self, batches: Iterator[Tensor], model: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
-        batch = next(batches).to(self.device, non_blocking=True)
+    def _forward_step(
+        self, batches: Iterator[dict[str, Tensor]], model: nn.Module
+    ) -> tuple[Tensor, Callable[..., Any]]:
+        batch = next(batches)["tokens"].to(self.device, non_blocking=True)
         positions = torch.arange(self.options.seq_len, device=self.device).expand(len(batch), -1)
         return model(batch[:, :-1], positions, None, labels=batch[:, 1:]), _mean
 
@@ -436,6 +449,24 @@ def _mean(per_token: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     return loss, {"loss": loss.detach().clone()}  # the schedule divides its own in place
 
 
+def schedule(cuda_graph: bool) -> Callable[..., list[dict[str, Tensor]]]:
+    """Megatron's schedule for this pipeline; in a graph after some ordinary steps, if so."""
+    from megatron.core.full_cuda_graph import FullCudaGraphWrapper
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    function: Callable[..., list[dict[str, Tensor]]] = get_forward_backward_func()
+    return FullCudaGraphWrapper(function, cuda_graph_warmup_steps=GRAPH_WARMUP) if cuda_graph else function
+
+
+def capture_stream(cuda_graph: bool) -> AbstractContextManager[object]:
+    """The stream on which Megatron captures: autograd remembers on which one a parameter was first seen."""
+    if not cuda_graph:
+        return nullcontext()
+    from megatron.core.full_cuda_graph import get_shared_capture_stream
+
+    return torch.cuda.stream(get_shared_capture_stream())
+
+
 def unwrap(model: nn.Module) -> Any:
     """The GPTModel inside DDP and Float16Module."""
     inner: Any = model
@@ -464,13 +495,17 @@ def build_model(options: Options, vocab_size: int, device: torch.device) -> Any:
         gradient_accumulation_fusion=options.gradient_accumulation_fusion,
         cross_entropy_loss_fusion=options.loss == "megatron",
         cross_entropy_fusion_impl="native",
+        cuda_graph_impl="full_iteration" if options.cuda_graph else "none",
     )
     padded = -(-vocab_size // options.tp) * options.tp
     model = build_gpt(config, padded, options.seq_len).to(device)
     if dtype == torch.bfloat16:
         model = Float16Module(config, model)
     ddp = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, overlap_grad_reduce=True, overlap_param_gather=True, use_distributed_optimizer=True
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=True,
+        overlap_param_gather=not options.cuda_graph,  # a graph would hold the gather of one step
+        use_distributed_optimizer=True,
     )
     return DistributedDataParallel(config, ddp, model)
 
@@ -492,7 +527,7 @@ def build_optimizer(options: Options, model: Any) -> tuple[Any, Any]:
             bf16=options.dtype == "bfloat16",
             params_dtype=getattr(torch, options.dtype),
             use_distributed_optimizer=True,
-            overlap_param_gather=True,
+            overlap_param_gather=not options.cuda_graph,
         ),
         [model],
     )
@@ -524,7 +559,7 @@ def start_megatron(options: Options) -> None:
     )
     seed = options.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
     torch.manual_seed(seed)
-    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed, use_cudagraphable_rng=options.cuda_graph)
 
 
 def find_corpus(options: Options, runtime: Runtime) -> Corpus:
@@ -549,11 +584,11 @@ def main(argv: list[str] | None = None) -> int:
         dist.barrier()
         corpus = find_corpus(options, runtime)
         start_megatron(options)
-        trainer = Trainer(options, runtime, corpus)
+        with capture_stream(options.cuda_graph):
+            Trainer(options, runtime, corpus).run()
     except (ValueError, NotImplementedError) as error:
         finalize()
         fail(str(error))
-    trainer.run()
     finalize()
     return 0
 
