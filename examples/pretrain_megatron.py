@@ -578,17 +578,18 @@ def main(argv: list[str] | None = None) -> int:
         fail("megatron-core isn't installed: pip install '.[megatron]'")
     warnings.filterwarnings("ignore", module="megatron")
     runtime = initialize(options.device)
-    try:
-        if runtime.is_main:
-            options.out.mkdir(parents=True, exist_ok=True)
-        dist.barrier()
-        corpus = find_corpus(options, runtime)
-        start_megatron(options)
-        with capture_stream(options.cuda_graph):
-            Trainer(options, runtime, corpus).run()
-    except (ValueError, NotImplementedError) as error:
-        finalize()
-        fail(str(error))
+    if runtime.is_main:
+        options.out.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    with capture_stream(options.cuda_graph):
+        try:
+            corpus = find_corpus(options, runtime)
+            start_megatron(options)
+            trainer = Trainer(options, runtime, corpus)
+        except (ValueError, NotImplementedError) as error:
+            finalize()
+            fail(str(error))
+        trainer.run()
     finalize()
     return 0
 
