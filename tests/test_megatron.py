@@ -439,6 +439,7 @@ def _train_fsdp(install: bool, strategy: str = "optim_grads_params", **keywords:
     wrapped = FullyShardedDataParallel(model.config, options, model)
     if install:
         assert hook.install(wrapped, strict=True) == 1
+    wrapped.zero_grad_buffer()
     losses = []
     for micro in range(2):
         wrapped.module.is_last_microbatch = micro == 1
