@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 pytest.importorskip("mistral_common")
 pytest.importorskip("rich")
@@ -204,15 +205,27 @@ def test_nonsense_is_refused_in_one_sentence(
     assert capsys.readouterr().err == f"pretrain_gpt.py: error: {message}\n"
 
 
-def test_refuses_to_bury_a_run_and_to_resume_another_model(workspace: Path, alone: Curve) -> None:
-    again = subprocess.run(command(workspace, "alone", 1), capture_output=True, text=True, timeout=LIMIT)
-    assert again.returncode == 2
-    assert "--resume goes on with it, --overwrite starts anew" in again.stderr
+def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The one sentence with which this very process, alone in its group, refuses the arguments of ``command``."""
+    import pretrain_gpt
+
+    with pytest.raises(SystemExit) as stopped:
+        pretrain_gpt.main(arguments[arguments.index(SCRIPT) + 1 :])
+    assert stopped.value.code == 2
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1
+    assert not dist.is_initialized()
+    return message
+
+
+def test_refuses_to_bury_a_run_and_to_resume_another_model(
+    workspace: Path, alone: Curve, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    again = command(workspace, "alone", 1)
+    assert "--resume goes on with it, --overwrite starts anew" in refused(again, capsys)
     other = command(workspace, "alone", 1, "--resume", "--steps", "30", "--dim", "32")
-    refused = subprocess.run(other, capture_output=True, text=True, timeout=LIMIT)
-    assert refused.returncode == 2
-    assert refused.stderr.count("\n") == 1
-    assert "was trained with model" in refused.stderr
+    assert "was trained with model" in refused(other, capsys)
 
 
 def test_names_the_package_that_it_misses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,12 +238,13 @@ def test_names_the_package_that_it_misses(tmp_path: Path, monkeypatch: pytest.Mo
         text_data.load_corpus([tmp_path / "text.txt"], 0.1, tmp_path, lambda done, total: None)
 
 
-def test_text_too_short_is_refused(workspace: Path) -> None:
+def test_text_too_short_is_refused(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
     (workspace / "short.txt").write_text("A few words.")
     arguments = command(workspace, "short", 1, "--data", str(workspace / "short.txt"))
-    refused = subprocess.run(arguments, capture_output=True, text=True, timeout=LIMIT)
-    assert refused.returncode == 2
-    assert "too few for one sequence of 32" in refused.stderr
+    assert "too few for one sequence of 32" in refused(arguments, capsys)
 
 
 def test_the_minimal_script_agrees_with_logits() -> None:
