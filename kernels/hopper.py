@@ -52,9 +52,13 @@ def supported(device: torch.device) -> bool:
 
 def available(operands: LogitOperands, *, stats: bool) -> bool:
     """Whether ``reduce_tiles`` takes these operands: 16-bit, by TMA, and no option but a scale."""
+    return supported(operands.input.device) and fits(operands, stats=stats)
+
+
+def fits(operands: LogitOperands, *, stats: bool) -> bool:
+    """``available``, on a device that is."""
     return (
-        supported(operands.input.device)
-        and operands.tma
+        operands.tma
         and operands.input.element_size() == 2
         and operands.tile.rows == ROWS
         and not stats

@@ -36,6 +36,7 @@ from .console import (
 if TYPE_CHECKING:
     from cce_tp.kernels.interface import LocalProblem
     from cce_tp.kernels.logits import LogitOperands
+    from cce_tp.kernels.tiles import Tile
 
 HELP = "memory of the loss layer, and the largest micro-batch that fits a GPU"
 FP32, FP64, INT64 = 4, 8, 8
@@ -43,7 +44,8 @@ PARTIALS = 2
 """Numbers of a tile about a token: maximum and sum."""
 LOSS_VALUES = 8
 """fp32 numbers about a token that are alive at once while the loss is made of the partials."""
-ANCHOR_SUMS = 5
+ANCHOR_SUMS, ANCHOR_PARTIALS = 5, 4
+"""fp64 numbers about a token in the sampled mode's anchor, and of a tile about a token."""
 MOST_TOKENS = 2**26
 """Where the search for the largest micro-batch ends."""
 GPUS = {"b200": 178.0, "h200": 139.8, "h100": 79.1, "a100": 79.2, "l40s": 44.4, "rtx4090": 23.5}
@@ -121,7 +123,7 @@ def _as_launched(shape: Shape) -> tuple[LocalProblem, LogitOperands]:
         c = torch.empty(shape.rows, shape.hidden, dtype=shape.dtype)
         problem = LocalProblem(e, c, torch.empty(shape.tokens, dtype=torch.int64))
     tile = logit_tile(shape.dtype, shape.tokens, shape.hidden, tma=True)
-    return problem, replace(LogitOperands.prepare(problem), tile=tile)
+    return problem, replace(LogitOperands.prepare(problem), tile=tile, tma=True)
 
 
 def loss_alone(shape: Shape) -> int:
@@ -132,9 +134,10 @@ def loss_alone(shape: Shape) -> int:
 
 def _partials(shape: Shape, operands: LogitOperands) -> int:
     """What the tiles say about the tokens of a chunk."""
-    from cce_tp.kernels import forward
+    from cce_tp.kernels import forward, hopper
 
-    tiles = -(-shape.rows // operands.tile.cols)
+    cols = hopper.COLS if hopper.fits(operands, stats=False) else operands.tile.cols
+    tiles = -(-shape.rows // cols)
     return PARTIALS * FP32 * tiles * forward._tokens_at_once(operands, tiles, PARTIALS, None)
 
 
@@ -170,24 +173,24 @@ def sampled(shape: Shape) -> int:
     hot = min(mode.reference_rows, shape.rows)
     kept_of_hot = hot * shape.hidden * FP32 + shape.rows * FP32
     chunk = min(max(1, backward.HOT_BYTES // (hot * size * tile.rows)) * tile.rows, shape.tokens)
-    products = (2 * hot * shape.hidden + chunk * hot) * size  # the rows gathered, those of other ranks cleared, G
+    gathered, logit_grads = hot * shape.hidden * size, chunk * hot * size
     slots = shape.tokens * (budget + 1)
     number = FP32 if slots < 2**31 else INT64
     transpose = slots * (FP32 + 2 * number) + shape.rows * (FP32 + number)
-    backward_pass = shape.gradients + lists + kept_of_hot + max(products - kept_of_hot, transpose)
-    return max(_anchor(shape, hot), lists + select, backward_pass)
+    # The rows of other ranks are cleared in a copy of those gathered.
+    hot_part = max(2 * gathered, gathered + kept_of_hot + logit_grads)
+    backward_pass = shape.gradients + lists + max(hot_part, kept_of_hot + transpose)
+    return max(_anchor(shape, tile, hot), lists + select, backward_pass)
 
 
-def _anchor(shape: Shape, hot: int) -> int:
-    """Before anything else, by blocks of tokens: the logits of hot and cold rows, in fp64 too; then, beside what is
-    left of them, E and the targets' rows in fp32."""
-    from cce_tp.kernels import sampling
+def _anchor(shape: Shape, tile: Tile, hot: int) -> int:
+    """Before anything else: the hot and the cold rows, what their tiles say about the tokens, and its sums."""
+    from cce_tp.kernels import anchor, sampling
 
-    cold, block = min(sampling.COLD_ROWS, shape.rows), min(sampling._ANCHOR_TOKENS, shape.tokens)
-    rows = (hot + cold) * shape.hidden * shape.dtype.itemsize
-    logits = block * (hot + cold) * (2 * FP32 + 3 * FP64)
-    targets = block * ((hot + cold) * (FP32 + FP64) + cold * FP64 + 3 * shape.hidden * FP32)
-    return ANCHOR_SUMS * FP64 * shape.tokens + rows + max(logits, targets)
+    looked_at = hot + min(sampling.COLD_ROWS, shape.rows)
+    tiles = -(-looked_at // anchor._narrow(tile).cols)
+    sums = ANCHOR_SUMS + ANCHOR_PARTIALS + ANCHOR_PARTIALS - 1  # the result, and its parts on their way there
+    return looked_at * shape.hidden * shape.dtype.itemsize + (ANCHOR_PARTIALS * tiles + sums) * FP64 * shape.tokens
 
 
 METHODS: dict[str, Callable[[Shape], int]] = {

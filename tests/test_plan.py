@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 from triton.runtime.jit import JITFunction
 
 import cce_tp
-from cce_tp.kernels import exact, forward, logits, sampled, sampling, select_entries
+from cce_tp.kernels import anchor, exact, forward, hopper, logits, sampled, sampling, select_entries
 from cce_tp.kernels.interface import (
     GradientRequest,
     LocalProblem,
@@ -100,10 +100,10 @@ def _sampled(problem: LocalProblem) -> Any:
     active = torch.ones_like(problem.target, dtype=torch.bool)
     hot = sampling.choose_hot_rows(problem.target, active, rows, mode.reference_rows)
     anchor_rows = sampling.AnchorRows.choose(hot, rows)
-    sums = sampling.anchor_sums(problem, anchor_rows, 0, rows)
-    anchor = sampling.anchor(sums, anchor_rows, problem.target, active)
+    sums = anchor.anchor_sums(problem, anchor_rows, 0, rows)
+    r = sampling.anchor(sums, anchor_rows, problem.target, active)
     seed = torch.empty(1, dtype=torch.int64, device="meta")
-    drawn = SamplingPlan(mode.eps, mode.most_entries, seed, anchor, active, hot.ids, 0)
+    drawn = SamplingPlan(mode.eps, mode.most_entries, seed, r, active, hot.ids, 0)
     partials, selection = select_entries.select(problem, drawn, stats=False)
     grad, request = _logit_grad(partials, problem)
     kept: list[torch.Tensor] = []
@@ -135,6 +135,9 @@ def test_plan_is_what_the_launchers_allocate(
     tokens, rows, hidden = shape
     monkeypatch.setattr(JITFunction, "run", lambda self, *args, **keywords: None)
     monkeypatch.setattr(logits, "can_use_tma", lambda tensor: True)
+    monkeypatch.setattr(hopper, "supported", lambda device: True)
+    monkeypatch.setattr(hopper, "_descriptor", lambda *args: None)
+    monkeypatch.setattr(hopper, "_programs", lambda operands: (1,))
     for module in (logits, exact):
         monkeypatch.setattr(module.TensorDescriptor, "from_tensor", lambda *args: None)
     with torch.device("meta"):
