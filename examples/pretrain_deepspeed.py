@@ -21,6 +21,7 @@ import shutil
 import statistics
 import sys
 import time
+import types
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from importlib.util import find_spec
@@ -170,8 +171,10 @@ def check(options: Options) -> None:
     if not options.config.is_file():
         raise ValueError(f"--config {options.config} does not exist")
     config = read_config(options)
-    if options.loss == "liger" and "tensor_parallel" in config:
-        raise ValueError("--loss liger knows no sharded head: take a configuration without tensor_parallel")
+    if options.loss == "liger" and (
+        "tensor_parallel" in config or config.get("zero_optimization", {}).get("stage") == 3
+    ):
+        raise ValueError("--loss liger needs a whole head: take a configuration without tensor_parallel and ZeRO-3")
     if (options.out / "log.jsonl").exists() and not options.overwrite:
         raise ValueError(f"{options.out} holds a run: --overwrite starts anew")
 
@@ -209,15 +212,22 @@ def build_model(options: Options, vocab_size: int, device: torch.device) -> Any:
         tie_word_embeddings=options.tied,
         use_cache=False,
     )
-    if options.loss == "liger":
-        from liger_kernel.transformers import apply_liger_kernel_to_llama
-
-        apply_liger_kernel_to_llama(
-            rope=False, rms_norm=False, swiglu=False, cross_entropy=False, fused_linear_cross_entropy=True
-        )
     torch.manual_seed(options.seed)
     with device:
-        return LlamaForCausalLM(config)
+        model = LlamaForCausalLM(config)
+    if options.loss == "liger":
+        model.forward = types.MethodType(_liger_forward, model)
+    return model
+
+
+def _liger_forward(model: Any, input_ids: Tensor, labels: Tensor) -> Any:
+    """The model's forward with Liger's fused linear cross-entropy; for a head that is whole on every rank."""
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+    from transformers.modeling_outputs import CausalLMOutput
+
+    hidden = model.model(input_ids=input_ids).last_hidden_state[:, :-1]
+    loss = LigerFusedLinearCrossEntropyLoss()(model.lm_head.weight, hidden.flatten(0, 1), labels[:, 1:].flatten())
+    return CausalLMOutput(loss=loss)
 
 
 def start_engine(options: Options, model: Any, runtime: Runtime) -> Any:
