@@ -1,12 +1,12 @@
 """What the loss and its gradients take in each backward mode: the forward pass, and k times the rest.
 
 exact        forward + rest; the rest is the logits again, and the products for grad E and grad C
-tile filter  forward + (share of the tiles kept) x rest
-sampled      forward + fixed + (entries kept) x entry; fixed is what it does at any eps: decisions, anchor, hot rows,
-             lists; entry is one entry of both gradients
+tile filter  forward + filter_fixed + (share of the tiles kept) x filter_tiles
+sampled      forward + sampled_fixed + (entries a token keeps) x sampled_entry
 
-With a GPU the constants are measured on it: products and forward pass one by one, and the sampled mode at two eps that
-lie around those to be predicted, which gives ``fixed`` and ``entry``. Without one they are counted, for an H200.
+With a GPU the constants are measured on it: products and forward pass one by one, and both sparse modes at two eps each
+that lie around those to be predicted, between which a straight line is drawn. Without one they are counted, for an
+H200; there the filter is taken for exact's rest, less the tiles that it leaves out.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from .measure import GpuMeter, Meter, Work, medians_ms
 from .model_files import Model
 
 REPEATS = 10
+ALL_TILES_EPS = 2.0**-100
 LOGITS_SHARE = 0.25
 """Of the free memory that the products' logits may take; of more tokens, the first so many are measured."""
 
@@ -43,22 +44,26 @@ mode's come from one shape and are as rough as that."""
 
 @dataclass(frozen=True)
 class Costs:
-    """Milliseconds for all tokens; ``entry`` for one entry of every token.
+    """Milliseconds for all tokens.
 
     Attributes:
         device: whose.
         forward: the loss alone.
         rest: what the exact backward pass does.
-        fixed: what the sampled mode adds to the forward pass whatever it keeps.
-        entry: what it adds for every entry that a token keeps.
+        filter_fixed: what the filtered mode adds to the forward pass whatever it keeps.
+        filter_tiles: what it adds if it keeps all tiles.
+        sampled_fixed: what the sampled mode adds to the forward pass whatever it keeps: decisions, anchor, hot rows.
+        sampled_entry: what it adds for every entry that a token keeps.
         measured: the modes themselves, by name; empty where there is no GPU.
     """
 
     device: str
     forward: float
     rest: float
-    fixed: float
-    entry: float
+    filter_fixed: float
+    filter_tiles: float
+    sampled_fixed: float
+    sampled_entry: float
     measured: dict[str, float]
 
 
@@ -74,8 +79,9 @@ def by_counting(tokens: int, rows: int, hidden: int) -> Costs:
     dense = product(2 * hot) + product(3 * hot)
     fixed = tokens * rows * DECIDED_LOGIT + dense + tokens * SAMPLED_TOKEN
     entry = tokens * 2 * (2 * hidden) / GATHERED_BYTES
-    seconds = {"forward": forward, "rest": forward + 2 * product(rows), "fixed": fixed, "entry": entry}
-    return Costs("an H200, by counting", **{name: 1e3 * value for name, value in seconds.items()}, measured={})
+    rest = forward + 2 * product(rows)
+    seconds = (forward, rest, 0.0, rest, fixed, entry)
+    return Costs("an H200, by counting", *(1e3 * value for value in seconds), measured={})
 
 
 class Step:
@@ -111,12 +117,12 @@ class Step:
         assert isinstance(loss, Tensor)
         return loss
 
-    def entries(self, mode: cce_tp.Sampled) -> float:
-        """How many a token keeps in the mean, beside hot rows and its target."""
+    def keep_rate(self, mode: Backward) -> float:
+        """Share of the softmax's entries, or of its tiles, that the backward pass works on."""
         _, stats = cce_tp.linear_cross_entropy(
             self.hidden, self.weight, self.target, backward=mode, return_stats=True
         )  # fmt: skip
-        return float(stats.keep_rate) * len(self.weight)
+        return float(stats.keep_rate)
 
 
 def sampled(eps: float) -> cce_tp.Sampled:
@@ -124,32 +130,58 @@ def sampled(eps: float) -> cce_tp.Sampled:
     return cce_tp.Sampled(eps=eps, seed=1, reference_rows=HOT_ROWS)
 
 
-def by_measuring(model: Model, sampler_eps: Sequence[float], device: str = "cuda", meter: Meter | None = None) -> Costs:
+def filtered(eps: float) -> cce_tp.Filtered:
+    """The mode whose error and time are given."""
+    return cce_tp.Filtered(eps=eps, order="mean_logit")
+
+
+def by_measuring(
+    model: Model,
+    filter_eps: float,
+    sampler_eps: Sequence[float],
+    device: str = "cuda",
+    meter: Meter | None = None,
+) -> Costs:
     """Of this machine's GPU in bf16, with the model's own tokens; the modes are timed as well, to hold against it."""
     everything = len(model.target)
     tokens = _tokens_to_measure(model) if device == "cuda" else everything
     step = Step(model, device, tokens)
-    works = step.products()
-    around = {f"around {eps}": sampled(eps) for eps in (min(1.0, 2 * max(sampler_eps)), min(sampler_eps) / 2)}
-    modes: dict[str, Backward] = {"exact": cce_tp.Exact()}
+    around: dict[str, Backward] = {
+        "fewest tiles": filtered(1.0),
+        "all tiles": filtered(ALL_TILES_EPS),
+        "fewest entries": sampled(min(1.0, 2 * max(sampler_eps))),
+        "most entries": sampled(min(sampler_eps) / 2),
+    }
+    modes: dict[str, Backward] = {
+        "exact": cce_tp.Exact(),
+        f"tile filter {power_of_two(filter_eps)}": filtered(filter_eps),
+    }
     modes |= {f"sampled {power_of_two(eps)}": sampled(eps) for eps in sampler_eps}
-    works |= {"forward": step.forward}
+    works = step.products() | {"forward": step.forward}
     works |= {name: partial(step.both, mode) for name, mode in {**around, **modes}.items()}
     for work in works.values():
         work()  # compiles
     times = medians_ms(works, REPEATS, meter or GpuMeter(works["logits"]))
     times = {name: time * everything / tokens for name, time in times.items()}
-
-    (few, many), (cheap, dear) = (step.entries(mode) for mode in around.values()), (times[name] for name in around)
-    entry = max(0.0, dear - cheap) / max(many - few, 1.0)
+    points = [(step.keep_rate(mode), times[name] - times["forward"]) for name, mode in around.items()]
+    filter_fixed, filter_tiles = _line(*points[:2])
+    sampled_fixed, every_entry = _line(*points[2:])
     return Costs(
         torch.cuda.get_device_name() if device == "cuda" else device,
-        forward=times["forward"],
-        rest=times["forward"] + times["grad E"] + times["grad C"],
-        fixed=cheap - times["forward"] - few * entry,
-        entry=entry,
+        times["forward"],
+        times["forward"] + times["grad E"] + times["grad C"],
+        filter_fixed,
+        filter_tiles,
+        sampled_fixed,
+        every_entry / len(model.weight),
         measured={name: times[name] for name in modes},
     )
+
+
+def _line(low: tuple[float, float], high: tuple[float, float]) -> tuple[float, float]:
+    """Height at 0, and slope, of the line through two points; level where they are one above the other."""
+    slope = (high[1] - low[1]) / (high[0] - low[0]) if high[0] > low[0] else 0.0
+    return low[1] - slope * low[0], slope
 
 
 def _tokens_to_measure(model: Model) -> int:
@@ -167,7 +199,7 @@ def predict(costs: Costs, tile_filters: dict[float, float], entries: dict[float,
     """
     times = {"exact": costs.forward + costs.rest}
     for eps, kept in tile_filters.items():
-        times[f"tile filter {power_of_two(eps)}"] = costs.forward + kept * costs.rest
+        times[f"tile filter {power_of_two(eps)}"] = costs.forward + costs.filter_fixed + kept * costs.filter_tiles
     for eps, kept in entries.items():
-        times[f"sampled {power_of_two(eps)}"] = costs.forward + costs.fixed + kept * costs.entry
+        times[f"sampled {power_of_two(eps)}"] = costs.forward + costs.sampled_fixed + kept * costs.sampled_entry
     return times

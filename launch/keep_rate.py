@@ -53,20 +53,22 @@ WORTH_IT = 0.8
 
 def recommend(times: dict[str, float], errors: dict[str, GradientError], tiles_kept: float) -> str:
     """One sentence."""
-    exact, noise = times["exact"], errors[BF16_LOGITS].input
-    quiet = [n for n in times if n.startswith("sampled") and errors[n].input <= noise and times[n] <= WORTH_IT * exact]
-    tiles = f"a tile filter would still work on {tiles_kept:.0%} of the tiles"
-    if not quiet:
+    exact, limit = times["exact"], errors[BF16_LOGITS].input
+    good = [n for n in times if n != "exact" and errors[n].input <= limit and times[n] <= WORTH_IT * exact]
+    tiles = f"the tile filter still works on {tiles_kept:.0%} of the tiles"
+    if not good:
         return (
-            f"Use backward='exact': no eps makes sampled both less noisy than bf16 logits (grad E {noise:.1e}) and "
-            f"faster than {WORTH_IT:.0%} of exact's time here, and {tiles}."
+            f"Use backward='exact': nothing is both closer to it than bf16 logits (grad E off by {limit:.1e}) and "
+            f"faster than {WORTH_IT:.0%} of its time here, and {tiles}."
         )
-    best = min(quiet, key=lambda name: times[name])
-    mode = f"cce_tp.Sampled(eps={best.removeprefix('sampled ').replace('^', '**')})"
+    best = min(good, key=lambda name: times[name])
+    eps = best.rpartition(" ")[2].replace("^", "**")
+    samples = best.startswith("sampled")
+    mode = f"cce_tp.Sampled(eps={eps})" if samples else f"cce_tp.Filtered(eps={eps}, order='mean_logit')"
     return (
-        f"Use backward={mode} where speed counts: its noise (grad E {errors[best].input:.1e}) is below bf16 logits' "
-        f"({noise:.1e}) at {times[best] / exact:.0%} of exact's time, while {tiles}; and backward='exact' where rare "
-        f"rows of the vocabulary must move at every step."
+        f"Use backward={mode} where speed counts: its {'noise' if samples else 'error'} (grad E off by "
+        f"{errors[best].input:.1e}) is below that of bf16 logits ({limit:.1e}) at {times[best] / exact:.0%} of exact's "
+        f"time, and {tiles}; use backward='exact' where rare rows of the vocabulary must move at every step."
     )
 
 
@@ -148,7 +150,7 @@ def run(options: argparse.Namespace) -> int:
         errors = counting.gradient_errors(model, weight, found, batch, filter_eps, SAMPLER_EPS, bar.advance)
     del weight
     if torch.cuda.is_available():
-        costs = cost_model.by_measuring(model, SAMPLER_EPS)
+        costs = cost_model.by_measuring(model, options.eps, SAMPLER_EPS)
     else:
         costs = cost_model.by_counting(len(model.target), *model.weight.shape)
     results = summarize(model, found, errors, costs, options.eps, batch)

@@ -27,7 +27,7 @@ from distributed import Pool, Rank
 from hypothesis import given, settings, strategies
 
 import cce_tp
-from cce_tp.launch import cli, cost_model, density, doctor
+from cce_tp.launch import cli, cost_model, density, doctor, keep_rate
 from cce_tp.launch.console import Parser
 from cce_tp.launch.environment import Process, discover, first_host
 from cce_tp.launch.measure import CpuMeter
@@ -528,41 +528,63 @@ def test_costs_are_made_of_what_was_measured(model: Model, monkeypatch: pytest.M
     """A clock that is made up; the works themselves run, on the CPU."""
     small = Model(model.hidden[:64], model.weight, model.target[:64])
     times = {"logits": 1.0, "grad E": 1.5, "grad C": 1.75, "forward": 1.25}
-    entries = {2.0**-5: 0.0, 2.0**-11: 0.0}
+    times |= {"fewest tiles": 2.5, "all tiles": 6.5, "fewest entries": 1.95, "most entries": 4.75}
+    times |= {"exact": 5.5, "tile filter 2^-12": 5.0, "sampled 2^-10": 3.0, "sampled 2^-6": 2.0}
     seen: list[str] = []
 
     def medians(works: dict[str, Callable[[], object]], repeats: int, meter: object) -> dict[str, float]:
         for name, work in works.items():
             work()
             seen.append(name)
-        return {name: times.get(name) or clock(name) for name in works}
+        return {name: times[name] for name in works}
 
-    def clock(name: str) -> float:
-        """1.25 ms of the forward pass, 0.5 more and 0.01 for each entry."""
-        eps = float(name.removeprefix("around ")) if name.startswith("around") else None
-        return 7.0 if eps is None else 1.25 + 0.5 + 0.01 * entries[eps]
+    def keep_rate(step: cost_model.Step, mode: cce_tp.Filtered | cce_tp.Sampled) -> float:
+        entries = {2.0**-5: 20.0, 2.0**-11: 300.0}  # of 500
+        tiles = {1.0: 0.125, cost_model.ALL_TILES_EPS: 1.0 - 0.075}
+        return entries[mode.eps] / 500 if isinstance(mode, cce_tp.Sampled) else tiles[mode.eps]
 
-    def count_entries(step: cost_model.Step, mode: cce_tp.Sampled) -> float:
-        return {2.0**-5: 10.0, 2.0**-11: 300.0}[mode.eps]
-
-    entries.update({2.0**-5: 10.0, 2.0**-11: 300.0})
     monkeypatch.setattr(cost_model, "medians_ms", medians)
     monkeypatch.setattr(cost_model, "HOT_ROWS", 20)
     with monkeypatch.context() as patch:
-        patch.setattr(cost_model.Step, "entries", count_entries)
-        costs = cost_model.by_measuring(small, (2.0**-10, 2.0**-6), "cpu", CpuMeter())
-    assert seen == [*times, "around 0.03125", f"around {2.0**-11}", "exact", "sampled 2^-10", "sampled 2^-6"]
+        patch.setattr(cost_model.Step, "keep_rate", keep_rate)
+        costs = cost_model.by_measuring(small, 2.0**-12, (2.0**-10, 2.0**-6), "cpu", CpuMeter())
+    assert seen == list(times)
     assert (costs.forward, costs.rest) == (1.25, 4.5)
-    assert (costs.fixed, costs.entry) == (pytest.approx(0.5), pytest.approx(0.01))
-    assert costs.measured == {"exact": 7.0, "sampled 2^-10": 7.0, "sampled 2^-6": 7.0}
+    assert (costs.filter_fixed, costs.filter_tiles) == pytest.approx((0.625, 5.0))
+    assert (costs.sampled_fixed, costs.sampled_entry) == pytest.approx((0.5, 0.01))
+    assert costs.measured == {name: times[name] for name in list(times)[-4:]}
     predicted = cost_model.predict(costs, {2.0**-12: 0.5}, {2.0**-8: 40.0})
-    assert predicted == pytest.approx({"exact": 5.75, "tile filter 2^-12": 3.5, "sampled 2^-8": 2.15})
-    # The entries that the step itself counts are the sampler's.
-    found = density.count(small, small.weight, (1.0,), 2.0**-9, (2.0**-6,), lambda: None)
-    kept = cost_model.Step(small, "cpu", 64).entries(cost_model.sampled(2.0**-6))
-    monkeypatch.setattr(density, "HOT_ROWS", 20)
-    found = density.count(small, small.weight, (1.0,), 2.0**-9, (2.0**-6,), lambda: None)
-    assert kept == pytest.approx(float(torch.cat(found.sampler[0].kept).mean()), rel=0.1)
+    assert predicted == pytest.approx({"exact": 5.75, "tile filter 2^-12": 4.375, "sampled 2^-8": 2.15})
+
+
+def test_what_is_counted_is_what_the_modes_keep(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (cost_model, density):
+        monkeypatch.setattr(module, "HOT_ROWS", 20)
+    filter_eps, sampler_eps = 2.0**-5, 2.0**-6
+    found = density.count(model, model.weight, (1.0,), filter_eps, (sampler_eps,), lambda: None)
+    step = cost_model.Step(model, "cpu", len(model.target))
+    entries = step.keep_rate(cost_model.sampled(sampler_eps)) * len(model.weight)
+    assert entries == pytest.approx(float(torch.cat(found.sampler[0].kept).mean()), rel=0.1)
+    tiles = density.orders(found, found.at[0])[1].tiles(found.at[0].hits).float().mean()
+    assert 0.3 < tiles < 0.9
+    assert step.keep_rate(cost_model.filtered(filter_eps)) == pytest.approx(float(tiles), abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("times", "advice"),
+    [
+        ({"sampled 2^-8": 30.0, "tile filter 2^-12": 50.0}, "Use backward=cce_tp.Sampled(eps=2**-8) where"),
+        (
+            {"sampled 2^-8": 60.0, "tile filter 2^-12": 50.0},
+            "Use backward=cce_tp.Filtered(eps=2**-12, order='mean_logit') where",
+        ),
+        ({"sampled 2^-6": 10.0, "sampled 2^-8": 85.0, "tile filter 2^-12": 90.0}, "Use backward='exact'"),
+    ],
+)
+def test_recommendation(times: dict[str, float], advice: str) -> None:
+    off = {"bf16 logits": 1.3e-2, "sampled 2^-8": 1.2e-2, "sampled 2^-6": 5e-2, "tile filter 2^-12": 2e-3}
+    errors = {name: density.GradientError(value, value, 0.0) for name, value in off.items()}
+    assert keep_rate.recommend({"exact": 100.0, **times}, errors, 0.69).startswith(advice)
 
 
 def write_safetensors(path: Path, arrays: dict[str, torch.Tensor]) -> None:
