@@ -80,6 +80,9 @@ def _triton_version() -> tuple[int, int]:
 
 
 if gluon is not None:
+    # Names that changed in Triton 3.8 and 3.9.
+    _load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+    _REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
     _LOG2E = gl.constexpr(1.4426950408889634)
     _WORD = gl.constexpr(sampling.WORD_BITS)
     _MIX_1, _MIX_2 = gl.constexpr(sampling.MIX_1), gl.constexpr(sampling.MIX_2)
@@ -134,10 +137,10 @@ if gluon is not None:
                 mbarrier.wait(empty.index(i), (step // STAGES & 1) ^ 1)
                 bar = ready.index(i)
                 mbarrier.expect(bar, input.block_type.nbytes * PARTS + weight.block_type.nbytes)
-                tma.async_copy_global_to_shared(weight, [pid_v * COLS, k], bar, buffers[1].index(i))
+                _load_tile(weight, [pid_v * COLS, k], bar, buffers[1].index(i))
                 for part in gl.static_range(PARTS):
                     n0 = pid_n * ROWS + part * (ROWS // PARTS)
-                    tma.async_copy_global_to_shared(input, [n0, k], bar, buffers[0].index(i * PARTS + part))
+                    _load_tile(input, [n0, k], bar, buffers[0].index(i * PARTS + part))
                 step += 1
 
     @gluon.jit
@@ -269,7 +272,10 @@ if gluon is not None:
         layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, COLS, 16])
         # The words' buffers as one: a store for each would wait for the one before.
         swizzled: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [2, 1, 0])
-        tile_z = buffers[2]._reinterpret(gl.float32, [COLS // _WORD, ROWS, _WORD], swizzled)
+        if _REINTERPRET:
+            tile_z = buffers[2].reinterpret(gl.float32, [COLS // _WORD, ROWS, _WORD], swizzled)
+        else:
+            tile_z = buffers[2]._reinterpret(gl.float32, [COLS // _WORD, ROWS, _WORD], swizzled)
         step = 0
         turn = 0
         tiles = gl.cdiv(num_tokens, ROWS) * gl.cdiv(num_rows, COLS)
