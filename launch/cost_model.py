@@ -80,8 +80,16 @@ def by_counting(tokens: int, rows: int, hidden: int) -> Costs:
     fixed = tokens * rows * DECIDED_LOGIT + dense + tokens * SAMPLED_TOKEN
     entry = tokens * 2 * (2 * hidden) / GATHERED_BYTES
     rest = forward + 2 * product(rows)
-    seconds = (forward, rest, 0.0, rest, fixed, entry)
-    return Costs("an H200, by counting", *(1e3 * value for value in seconds), measured={})
+    return Costs(
+        "an H200, by counting",
+        forward=1e3 * forward,
+        rest=1e3 * rest,
+        filter_fixed=0.0,
+        filter_tiles=1e3 * rest,
+        sampled_fixed=1e3 * fixed,
+        sampled_entry=1e3 * entry,
+        measured={},
+    )
 
 
 class Step:
