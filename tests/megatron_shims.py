@@ -28,6 +28,16 @@ class PlainLayerNorm(nn.LayerNorm):
             parameter.sequence_parallel = config.sequence_parallel
 
 
+class OwnTokenAttention(nn.Module):
+    """Every token attends to itself: all that is possible under context parallelism without Transformer Engine."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+        return value.flatten(2)
+
+
 def prepare() -> None:
     """Patch this process; again is harmless. Call before the first import of megatron."""
     if APEX_STANDIN not in sys.path:
@@ -119,11 +129,11 @@ def training() -> Iterator[None]:
         yield
 
 
-_layout: tuple[int, int, int | None] | None = None
+_layout: tuple[int, int, int | None, int, int] | None = None
 _megatron_groups: list[dist.ProcessGroup] = []
 
 
-def initialize(tp: int, pp: int = 1, vp: int | None = None) -> None:
+def initialize(tp: int, pp: int = 1, vp: int | None = None, cp: int = 1, ep: int = 1) -> None:
     """Megatron's groups over the default process group; kept as long as the layout stays the same.
 
     Megatron forgets its groups without destroying them, and each keeps threads that poll: some thirty for one layout.
@@ -131,7 +141,7 @@ def initialize(tp: int, pp: int = 1, vp: int | None = None) -> None:
     from megatron.core import parallel_state
 
     global _layout
-    if _layout == (tp, pp, vp) and vp is None and parallel_state.model_parallel_is_initialized():
+    if _layout == (tp, pp, vp, cp, ep) and vp is None and parallel_state.model_parallel_is_initialized():
         return
     parallel_state.destroy_model_parallel()
     dist.barrier()  # no rank is still at work in a group that another destroys
@@ -140,10 +150,14 @@ def initialize(tp: int, pp: int = 1, vp: int | None = None) -> None:
             dist.destroy_process_group(group)
     known = set(dist.distributed_c10d._world.pg_map)
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, virtual_pipeline_model_parallel_size=vp
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=vp,
+        context_parallel_size=cp,
+        expert_model_parallel_size=ep,
     )
     _megatron_groups[:] = [group for group in dist.distributed_c10d._world.pg_map if group not in known]
-    _layout = (tp, pp, vp)
+    _layout = (tp, pp, vp, cp, ep)
 
 
 def config(tp: int, pp: int = 1, **changes: Any) -> Any:
@@ -173,12 +187,15 @@ def gpt(
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
 
+    layer = get_gpt_layer_local_spec(num_experts=settings.num_moe_experts)
+    if settings.context_parallel_size > 1:
+        layer.submodules.self_attention.submodules.core_attention = OwnTokenAttention
     mtp = None
     if settings.mtp_num_layers:
-        mtp = get_gpt_mtp_block_spec(settings, get_gpt_layer_local_spec(), use_transformer_engine=False)
+        mtp = get_gpt_mtp_block_spec(settings, layer, use_transformer_engine=False)
     return GPTModel(
         config=settings,
-        transformer_layer_spec=get_gpt_layer_local_spec(),
+        transformer_layer_spec=layer,
         vocab_size=vocab,
         max_sequence_length=length,
         pre_process=pre,

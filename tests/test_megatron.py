@@ -416,6 +416,88 @@ def test_training_under_ddp(megatron_pool: Pool, fusion: str, ddp: str) -> None:
     run(megatron_pool, _compare_training, fusion, ddp)
 
 
+GROUPS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "cp 2": ({"tp": 1, "cp": 2}, {}),
+    "cp 2, per token": ({"tp": 1, "cp": 2}, {"calculate_per_token_loss": True}),
+    "tp 2, cp 2, mtp": ({"tp": 2, "cp": 2}, {"mtp_num_layers": 1, "sequence_parallel": True}),
+    "tp 2, cp 2, mtp, per token": (
+        {"tp": 2, "cp": 2},
+        {"mtp_num_layers": 1, "sequence_parallel": True, "calculate_per_token_loss": True},
+    ),
+    "tp 2, ep 2": ({"tp": 2, "ep": 2}, {"sequence_parallel": True}),
+    "tp 2, ep 2, per token": ({"tp": 2, "ep": 2}, {"sequence_parallel": True, "calculate_per_token_loss": True}),
+}
+
+
+def _train_by_schedule(rank: Rank, layout: dict[str, int], install: bool, **changes: Any) -> tuple[Any, ...]:
+    """Losses and main_grads of two micro-batches by Megatron's schedule, DDP and finalize_model_grads."""
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    if layout.get("ep", 1) > 1:
+        changes |= {"num_moe_experts": 4, "moe_router_topk": 2, "add_bias_linear": False}
+    changes |= {"context_parallel_size": layout.get("cp", 1), "expert_model_parallel_size": layout.get("ep", 1)}
+    model = _build("gpt", layout["tp"], gradient_accumulation_fusion=True, **changes)
+    wrapped = DistributedDataParallel(
+        model.config, DistributedDataParallelConfig(overlap_grad_reduce=True, use_distributed_optimizer=True), model
+    )
+    model.config.no_sync_func = wrapped.no_sync
+    model.config.finalize_model_grads_func = finalize_model_grads
+    if install:
+        assert hook.install(wrapped, strict=True) == 1
+    # Tokens differ from rank to rank, but for those of a tensor-parallel group.
+    batches = [_batch(100 * micro + rank.index // layout["tp"]) for micro in range(2)]
+    losses = []
+
+    def forward_step(iterator: Iterator[dict[str, Tensor]], model: nn.Module) -> tuple[Tensor, Any]:
+        batch = next(iterator)
+        mask = (batch["upstream"] > 0).float()
+
+        def reduce(per_token: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            losses.append(per_token.detach().clone())
+            return (per_token * mask).sum(), mask.sum().int(), {}
+
+        return _forward(model, "gpt", batch, batch["labels"]), reduce
+
+    wrapped.zero_grad_buffer()
+    get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iter(batches),
+        model=[wrapped],
+        num_microbatches=2,
+        seq_length=LENGTH,
+        micro_batch_size=BATCH,
+        forward_only=False,
+    )
+    return losses, {name: parameter.main_grad.clone() for name, parameter in model.named_parameters()}
+
+
+def _compare_groups(rank: Rank, case: str) -> None:
+    layout, changes = GROUPS[case]
+    shims.initialize(**layout)
+    with shims.training():
+        stock_losses, stock_grads = _train_by_schedule(rank, layout, False, **changes)
+        stock_metrics = _mtp_metrics()
+        losses, grads = _train_by_schedule(rank, layout, True, **changes)
+    torch.testing.assert_close(losses, stock_losses, rtol=1e-5, atol=1e-5)
+    for name, values in _mtp_metrics().items():
+        torch.testing.assert_close(values, stock_metrics[name], rtol=1e-5, atol=1e-5)
+    for name, grad in stock_grads.items():
+        assert relative(grads[name], grad) < 1e-4, name
+    assert any("experts" in name for name in grads) == (layout.get("ep", 1) > 1)
+
+
+@needs_megatron
+@pytest.mark.parametrize("case", GROUPS)
+def test_training_with_context_and_expert_parallel_groups(megatron_pool: Pool, case: str) -> None:
+    """Over 4 ranks; losses averaged over micro-batches, or divided by all tokens at the end."""
+    run(megatron_pool, _compare_groups, case)
+
+
 FSDP: dict[str, dict[str, Any]] = {
     "sharded parameters": {"sequence_parallel": True},
     "sharded parameters, tied, mtp": {"tied": True, "mtp_num_layers": 1},
