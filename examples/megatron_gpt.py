@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import ModuleSpec, TransformerConfig, TransformerLayer
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from torch import Tensor, nn
@@ -45,7 +45,7 @@ class CausalAttention(nn.Module):
 
 def build_gpt(config: TransformerConfig, vocab_size: int, seq_len: int) -> GPTModel:
     """This pipeline stage's part, with rotary positions, SwiGLU and an output layer of its own."""
-    layer = get_gpt_layer_local_submodules(normalization="RMSNorm")
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm").submodules
     attention = dataclasses.replace(layer.self_attention.submodules, core_attention=CausalAttention)
     layer = dataclasses.replace(
         layer,

@@ -344,10 +344,11 @@ class Trainer:
         if self.is_last_stage:
             layer = unwrap(self.model).output_layer
             handle = layer.register_forward_pre_hook(lambda _, args: kept.append(args))
-        with self.model.no_sync():
-            self._mean_loss(self._batches(0), self.micro_batches, forward_only=False)
-            if self.is_last_stage:
-                handle.remove()
+        self.model.zero_grad_buffer()
+        self._mean_loss(self._batches(0), self.micro_batches, forward_only=False)
+        if self.is_last_stage:
+            handle.remove()
+            with self.model.no_sync():
                 seconds, above = self._time_loss(kept[0][0].detach().requires_grad_(), repeats)
         return {"loss_seconds": self._largest(seconds), "loss_memory_bytes": int(self._largest(above))}
 

@@ -55,11 +55,13 @@ def prepare() -> None:
     random._set_cuda_rng_state = lambda *args, **kwargs: None
     random.CudaRNGStatesTracker.fork = lambda self, name="": contextlib.nullcontext()
 
-    from megatron.core.models.hybrid import hybrid_block
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     WrappedTorchNorm.__new__ = lambda cls, *args, **kwargs: PlainLayerNorm(*args, **kwargs)
-    hybrid_block.TENorm = PlainLayerNorm
+    with contextlib.suppress(ImportError):  # from 0.18 on
+        from megatron.core.models.hybrid import hybrid_block
+
+        hybrid_block.TENorm = PlainLayerNorm
 
 
 def _means_cuda(device: Any) -> bool:
@@ -284,7 +286,8 @@ def head(settings: Any, weight: Tensor, tied: bool = False, bias: bool = False) 
         def forward(self, hidden: Tensor, labels: Tensor | None, gather: bool | None = None) -> Tensor:
             shared = self.shared_embedding_or_output_weight() if tied else None
             logits, _ = self.output_layer(hidden, weight=shared, runtime_gather_output=gather)
-            logits = self._scale_logits(logits)
+            if hasattr(self, "_scale_logits"):  # from 0.17 on
+                logits = self._scale_logits(logits)
             if labels is None:
                 return logits.transpose(0, 1).contiguous()
             return self.compute_language_model_loss(labels, logits)

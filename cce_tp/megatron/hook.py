@@ -25,6 +25,7 @@ from .output_layer import (
     DeferredLogits,
     Hook,
     HookStatus,
+    check_fsdp_version,
     check_supported,
     deferring_class,
     hook_of,
@@ -95,8 +96,10 @@ def install(
     column_parallel = megatron_module("tensor_parallel.layers").ColumnParallelLinear
     found = [(chunk, layer) for chunk in _chunks(model) if (layer := _output_layer(chunk)) is not None]
     units = _fsdp_units(model)
+    if units is not None:
+        check_fsdp_version()
     for _, layer in found:
-        if isinstance(layer, units):
+        if isinstance(layer, units or ()):
             refuse_released_weight()
         hook = hook_of(layer)
         if hook is None:
@@ -147,13 +150,18 @@ def _chunks(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     return [inner]
 
 
-def _fsdp_units(model: object) -> tuple[type[nn.Module], ...]:
-    """The classes of modules whose weights a Megatron-FSDP around the model releases after their forward."""
+def _fsdp_units(model: object) -> tuple[type[nn.Module], ...] | None:
+    """The classes of modules whose weights the Megatron-FSDP around a model releases after their forward.
+
+    None if there is no Megatron-FSDP around it.
+    """
     if isinstance(model, list | tuple | nn.ModuleList):
-        return tuple(unit for item in model for unit in _fsdp_units(item))
-    if not isinstance(model, nn.Module):
-        return ()
-    return (*getattr(model, "fsdp_unit_modules", ()), *_fsdp_units(getattr(model, "module", None)))
+        return _fsdp_units(model[0]) if len(model) else None
+    while isinstance(model, nn.Module):
+        if hasattr(model, "fsdp_unit_modules"):
+            return tuple(_of(model).fsdp_unit_modules)
+        model = getattr(model, "module", None)
+    return None
 
 
 def _output_layer(chunk: nn.Module) -> nn.Module | None:

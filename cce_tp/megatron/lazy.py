@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from typing import Any
 
@@ -21,6 +22,13 @@ def megatron_module(name: str) -> Any:
             f"cce_tp.megatron needs megatron-core 0.16 or newer (pip install 'cce_tp[megatron]'), but importing "
             f"megatron.core.{name} failed: {error}"
         ) from error
+
+
+@functools.cache
+def megatron_version() -> tuple[int, int]:
+    """Major and minor version of megatron-core."""
+    info = megatron_module("package_info")
+    return int(info.MAJOR), int(info.MINOR)
 
 
 def tensor_parallel_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:

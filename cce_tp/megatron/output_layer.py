@@ -16,10 +16,12 @@ from torch import Tensor, nn
 from ..collectives import resolve_group
 from ..kernels.select import choose
 from ..options import LossOptions
+from .lazy import megatron_version
 from .losses import gathered_tokens, vocab_parallel_linear_cross_entropy
 from .streaming import streaming_max
 
 HOOK_ATTRIBUTE = "_cce_tp_hook"
+FSDP_SINCE = (0, 19)
 
 
 @dataclass
@@ -121,6 +123,8 @@ def deferring_class(base: Any) -> type[nn.Module]:
         if infers or gather or more or others or rows is None:
             return base.forward(self, input_, weight, runtime_gather_output, *more, **others)
         _check_shape(self, rows)
+        if hasattr(rows, "__fsdp_param__"):
+            check_fsdp_version()
         return DeferredLogits(self, input_, rows), self.bias if self.skip_bias_add else None
 
     return type(
@@ -140,6 +144,19 @@ def _check_shape(layer: Any, weight: Tensor) -> None:
     expected = (layer.output_size_per_partition, layer.input_size)
     if tuple(weight.shape) != expected:
         raise ValueError(f"output_layer got a weight of shape {tuple(weight.shape)}, expected {expected}")
+
+
+def check_fsdp_version() -> None:
+    """Refuse Megatron-FSDP of the versions that wait for the output layer's logits to begin a backward pass.
+
+    Raises:
+        NotImplementedError: megatron-core is older than 0.19.
+    """
+    if megatron_version() < FSDP_SINCE:
+        raise NotImplementedError(
+            f"cce_tp.megatron supports Megatron-FSDP from megatron-core 0.19 on, and this is "
+            f"{'.'.join(map(str, megatron_version()))}: use DistributedDataParallel with the distributed optimizer"
+        )
 
 
 def refuse_released_weight() -> None:
