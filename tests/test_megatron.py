@@ -70,11 +70,13 @@ def run(pool: Pool, task: Any, *args: Any) -> list[Any]:
 # What a model of each kind is given, and one forward and backward pass.
 
 
-def _build(kind: str, tp: int, tied: bool = False, vocab: int = VOCAB, **changes: Any) -> Any:
+def _build(
+    kind: str, tp: int, tied: bool = False, vocab: int = VOCAB, stage: dict[str, bool] | None = None, **changes: Any
+) -> Any:
     torch.manual_seed(0)
     settings = shims.config(tp, **changes)
     builders = {"gpt": shims.gpt, "hybrid": shims.hybrid, "bert": shims.bert, "t5": shims.t5}
-    model = builders[kind](settings, vocab, LENGTH, tied=tied)
+    model = builders[kind](settings, vocab, LENGTH, tied=tied, **(stage or {}))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
@@ -433,6 +435,10 @@ GROUPS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
         {"tp": 2, "cp": 2},
         {"mtp_num_layers": 1, "sequence_parallel": True, "calculate_per_token_loss": True},
     ),
+    "tp 2, pp 2, tied, mtp": (
+        {"tp": 2, "pp": 2},
+        {"tied": True, "mtp_num_layers": 1, "sequence_parallel": True, "calculate_per_token_loss": True},
+    ),
     "tp 2, ep 2": ({"tp": 2, "ep": 2}, {"sequence_parallel": True}),
     "tp 2, ep 2, per token": ({"tp": 2, "ep": 2}, {"sequence_parallel": True, "calculate_per_token_loss": True}),
 }
@@ -440,6 +446,7 @@ GROUPS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 
 def _train_by_schedule(rank: Rank, layout: dict[str, int], install: bool, **changes: Any) -> tuple[Any, ...]:
     """Losses and main_grads of two micro-batches by Megatron's schedule, DDP and finalize_model_grads."""
+    from megatron.core import parallel_state
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
@@ -450,6 +457,8 @@ def _train_by_schedule(rank: Rank, layout: dict[str, int], install: bool, **chan
     if layout.get("ep", 1) > 1:
         changes |= {"num_moe_experts": 4, "moe_router_topk": 2, "add_bias_linear": False}
     changes |= {"context_parallel_size": layout.get("cp", 1), "expert_model_parallel_size": layout.get("ep", 1)}
+    first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+    changes |= {"pipeline_model_parallel_size": layout.get("pp", 1), "stage": {"pre": first, "post": last}}
     model = _build("gpt", layout["tp"], gradient_accumulation_fusion=True, **changes)
     wrapped = DistributedDataParallel(
         model.config, DistributedDataParallelConfig(overlap_grad_reduce=True, use_distributed_optimizer=True), model
@@ -457,9 +466,10 @@ def _train_by_schedule(rank: Rank, layout: dict[str, int], install: bool, **chan
     model.config.no_sync_func = wrapped.no_sync
     model.config.finalize_model_grads_func = finalize_model_grads
     if install:
-        assert hook.install(wrapped, strict=True) == 1
-    # Tokens differ from rank to rank, but for those of a tensor-parallel group.
-    batches = [_batch(100 * micro + rank.index // layout["tp"]) for micro in range(2)]
+        assert hook.install(wrapped, strict=True) == int(last)
+    # Tokens differ from rank to rank, but for those of a tensor-parallel group and the stages of a pipeline.
+    replica = 0 if "pp" in layout else rank.index // layout["tp"]
+    batches = [_batch(100 * micro + replica) for micro in range(2)]
     losses = []
 
     def forward_step(iterator: Iterator[dict[str, Tensor]], model: nn.Module) -> tuple[Tensor, Any]:
@@ -502,7 +512,7 @@ def _compare_groups(rank: Rank, case: str) -> None:
 
 @needs_megatron
 @pytest.mark.parametrize("case", GROUPS)
-def test_training_with_context_and_expert_parallel_groups(megatron_pool: Pool, case: str) -> None:
+def test_training_by_schedule_in_every_kind_of_group(megatron_pool: Pool, case: str) -> None:
     """Over 4 ranks; losses averaged over micro-batches, or divided by all tokens at the end."""
     if "ep 2" in case:
         skip_before((0, 17))  # whose experts need Transformer Engine for a fused accumulation
