@@ -31,7 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import forward
-from .exact import default_slab_bytes, fp16_factors, nothing_to_reduce, select_tokens
+from .exact import SLAB_BYTES, default_slab_bytes, fp16_factors, nothing_to_reduce, select_tokens
 from .filtering import thresholds, undefined
 from .interface import (
     FilterPlan,
@@ -56,6 +56,8 @@ from .tiles import (
 )
 from .workspace import FP32_BYTES
 
+LARGE_BYTES = 208 * 2**20
+"""What a large problem may take, the accumulator of grad E included; no more than exact at the largest."""
 SPARSEST = 4
 SPARSEST_IN_ORDER = 2
 """A round has room for so many times the columns that it would have if all their blocks were live. More columns make
@@ -577,6 +579,12 @@ def filtered_gradients(
     return _Backward(problem, plan, tiles, logit_grad, request, allow_tma, workspace).run(on_input_grad)
 
 
+def _default_workspace(accumulator: int) -> int:
+    """As exact's, and for large problems what that leaves of ``LARGE_BYTES``: fewer rounds keep the device busier."""
+    slab = default_slab_bytes(accumulator)
+    return slab if slab < SLAB_BYTES else max(slab, LARGE_BYTES - accumulator)
+
+
 @dataclass(frozen=True)
 class _Rounds:
     """Sizes that depend on shapes and options alone.
@@ -809,7 +817,7 @@ class _Backward:
         token_tiles = triton.cdiv(problem.num_tokens, self.block.rows)
         columns = triton.cdiv(problem.num_rows, self.block.cols)
         if workspace is None:
-            workspace = default_slab_bytes(problem.num_tokens * hidden * FP32_BYTES)
+            workspace = _default_workspace(problem.num_tokens * hidden * FP32_BYTES)
         block_bytes = self.block.cols * (self.block.rows * dtype.itemsize + FP32_BYTES * self.request.bias)
         column_bytes = 0 if self.order is None else self.block.cols * hidden * dtype.itemsize
         self.rounds = _Rounds.fit(token_tiles, columns, self.split, workspace, block_bytes, column_bytes)

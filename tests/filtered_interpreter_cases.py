@@ -22,7 +22,7 @@ from cce_tp.kernels.interface import GradientRequest, WeightGradBuffer
 
 NAN = float("nan")
 TOLERANCE = 1e-5
-SMALL = {"tokens": 20, "hidden": 16, "rows": 70, "spread": 4.0, "off_shard": 0.7}
+SMALL = {"tokens": 20, "hidden": 16, "rows": 56, "spread": 4.0, "off_shard": 0.7}
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -47,7 +47,7 @@ def test_options(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("order", ["mean_logit", "count", "tensor"])
 def test_orders(order: str) -> None:
     """With smoothing and bias, whose vectors are sorted as well."""
-    case = FilterCase.make(small(smoothing=True, bias=True), order=order)
+    case = FilterCase.make(small(smoothing=True, bias=True), order=order, eps=0.4)
     assert compare(case, TOLERANCE, workspace=1) < 0.95
 
 
@@ -82,22 +82,22 @@ def test_nothing(tokens: int, rows: int) -> None:
         compare(FilterCase.make(small(tokens=tokens, rows=rows, smoothing=True), order=order), TOLERANCE)
 
 
-@pytest.mark.parametrize("eps", [1e-30, 1.0])
-def test_all_live_and_hardly_any(eps: float) -> None:
-    case = FilterCase.make(small(inactive=0.0), eps=eps)
-    if eps == 1.0:
-        case = replace(case, problem=replace(case.problem, target=torch.full_like(case.problem.target, -1)))
-    kept = compare(case, TOLERANCE)
-    if eps == 1.0:
-        ours = run(filtered, case)
-        assert kept < 1  # what bounds can't tell from live is recomputed, and left out all the same
-        for name in ("input", "weight", "bias"):
-            assert not getattr(ours, name).any()
-    else:
-        assert kept == 1
-        ours, exact = run(filtered, case), expected_gradients(case.problem, case.logit_grad)
-        for name in ("input", "weight", "bias"):
-            assert relative_error(getattr(ours, name), getattr(exact, name)) < TOLERANCE
+def test_all_live() -> None:
+    """A tiny eps is exact."""
+    case = FilterCase.make(small(inactive=0.0), eps=1e-30)
+    assert compare(case, TOLERANCE) == 1
+    twin, exact = run(filtered_reference, case), expected_gradients(case.problem, case.logit_grad)
+    for name in ("input", "weight", "bias"):
+        assert relative_error(getattr(twin, name), getattr(exact, name)) < TOLERANCE
+
+
+def test_none_live() -> None:
+    """What bounds can't tell from live is recomputed, and left out all the same."""
+    case = FilterCase.make(small(inactive=0.0, off_shard=1.1), eps=1.0)
+    assert 0 < float(case.tiles(filtered_reference).live.float().mean()) < 1
+    ours = run(filtered, case)
+    for name in ("input", "weight", "bias"):
+        assert not getattr(ours, name).any()
 
 
 def test_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +109,7 @@ def test_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_far_anchor_costs_time_only() -> None:
     case = FilterCase.make(small())
     far = replace(case, plan=replace(case.plan, anchor=case.plan.anchor - torch.arange(20) % 3 * 40.0))
-    assert compare(far, TOLERANCE) >= compare(case, TOLERANCE)
+    assert int(far.tiles(filtered_reference).kept) >= int(case.tiles(filtered_reference).kept)
     near, ours = run(filtered_reference, case), run(filtered, far)
     for name in ("input", "weight", "bias"):
         assert relative_error(getattr(ours, name), getattr(near, name)) < TOLERANCE
@@ -134,7 +134,7 @@ def test_inactive_rows_may_hold_anything_and_nan_stays_in_its_row() -> None:
 def test_accumulate(smoothing: bool) -> None:
     """In place, in bf16 grad E and a buffer whose row stride is not its width; rows of no live tile are not touched."""
     case = FilterCase.make(small(smoothing=smoothing, off_shard=1.1), eps=0.9)
-    base = torch.randn(70, 19)
+    base = torch.randn(56, 19)
     before = base.clone()
     case_grads = run(filtered_reference, case)
     untouched = ~case_grads.weight.any(1)

@@ -164,7 +164,7 @@ def test_through_the_public_function(order: str) -> None:
     ours, twin, exact = call(mode), call(mode, "torch"), call("exact")
     assert float(ours[3].keep_rate) == pytest.approx(float(twin[3].keep_rate), abs=0.01)
     assert float(ours[3].keep_rate) < 0.8
-    assert torch.equal(ours[3].lse, exact[3].lse)
+    torch.testing.assert_close(ours[3].lse, exact[3].lse, rtol=1e-6, atol=1e-5)
     for index in range(3):
         assert relative_error(ours[index], twin[index]) < 6e-3
         assert relative_error(ours[index], exact[index]) > 1e-3  # something is left out

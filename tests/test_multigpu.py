@@ -20,9 +20,11 @@ from problems import (
     check_loss,
     gather_weight_grad,
     make_shards,
+    run_layer,
     run_spec,
     run_spec_task,
 )
+from test_filtered import wide_problem
 from test_loss import ALONE, splittable
 from torch import Tensor
 
@@ -261,3 +263,24 @@ def test_b12_strided_groups(gpu_pool: Pool) -> None:
     if torch.cuda.device_count() < 4:
         pytest.skip("needs 4 CUDA devices")
     assert gpu_pool.run(4, _mesh) == pytest.approx([7.05823367, 6.02893680] * 2, abs=1e-5)
+
+
+def _filtered(rank: Rank, mode: cce_tp.Filtered) -> RankResult:
+    shard = make_shards(1024, 0, "equal", rank.size)[rank.index]
+    return run_layer(wide_problem(), shard, rank, device=rank.device, backward=mode, return_stats=True)
+
+
+def test_filtered_tiles_are_those_of_one_rank(gpu_pool: Pool, tp: int) -> None:
+    """Shards are whole tiles, so the same ones are left out as by the twin on the CPU."""
+    problem, mode = wide_problem(), cce_tp.Filtered(eps=2.0**-8)
+    alone = run_layer(problem, make_shards(1024, 0, "equal", 1)[0], backward=mode, return_stats=True)
+    results = gpu_pool.run(tp, _filtered, mode)
+    rates = [float(result.stats["keep_rate"]) for result in results]
+    assert sum(rates) / tp == pytest.approx(float(alone.stats["keep_rate"]))
+    assert min(rates) < 0.9
+    whole = gather_weight_grad([r.grad_weight for r in results], make_shards(1024, 0, "equal", tp), problem.weight)
+    assert alone.grad_weight is not None
+    assert relative_error(whole, alone.grad_weight) < 1e-5
+    for result in results:
+        assert torch.equal(result.grad_input, results[0].grad_input)
+    assert relative_error(results[0].grad_input, alone.grad_input) < 1e-5
