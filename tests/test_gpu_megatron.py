@@ -80,7 +80,9 @@ def _pass(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def _capture(rank: Rank, backward: Any, ignore_index: int | None) -> None:
-    _start(rank, cuda_graph_rng=False)
+    _start(rank, cuda_graph_rng=True)
+    from megatron.core.tensor_parallel.random import get_all_rng_states
+
     stream = torch.cuda.Stream()
     batch = {
         "ids": torch.zeros(BATCH, LENGTH, dtype=torch.long, device=rank.device),
@@ -96,6 +98,8 @@ def _capture(rank: Rank, backward: Any, ignore_index: int | None) -> None:
             _pass(model, batch)
         stream.synchronize()
         graph = torch.cuda.CUDAGraph()
+        for state in get_all_rng_states().values():  # under sequence parallelism the embedding switches between them
+            graph.register_generator_state(state)
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             static = _pass(model, batch)
         captured = {name: parameter.grad for name, parameter in model.named_parameters()}
