@@ -55,7 +55,6 @@ def make_parser() -> Parser:
     parser.add_argument("--lr", type=rate, default=2e-5, help="(default: 2e-5)")
     parser.add_argument("--seed", type=not_negative, default=0)
     parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
-    parser.add_argument("--deepspeed", type=Path, help="a DeepSpeed configuration, for the Trainer")
     parser.add_argument(
         "--out", type=Path, default=Path("runs/finetune"), help="folder for the model (default: %(default)s)"
     )
@@ -119,7 +118,6 @@ def main(argv: list[str] | None = None) -> int:
         warmup_steps=options.steps // 10,
         bf16=options.device != "cpu" and torch.cuda.is_available(),
         use_cpu=options.device == "cpu",
-        deepspeed=None if options.deepspeed is None else str(options.deepspeed),
         logging_steps=1,
         save_strategy="no",
         report_to=[],

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from distributed import Pool, Rank
 from oracle import fixture0
 
 import cce_tp
@@ -91,8 +92,26 @@ def test_a_partitioned_parameter_is_named() -> None:
     """ZeRO-3 leaves an empty placeholder with attributes of its own."""
     weight = torch.nn.Parameter(torch.zeros(0, 16))
     weight.ds_id = 1  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match=r"ZeRO-3.*GatheredParameters"):
+    with pytest.raises(ValueError, match=r"ZeRO-3.*cce_tp\.deepspeed\.install.*GatheredParameters"):
         call(linear_weight=weight)
+    with pytest.raises(ValueError, match=r"ZeRO-3.*cce_tp\.deepspeed\.install.*GatheredParameters"):
+        call(linear_weight=torch.nn.Parameter(torch.zeros(0)))
+
+
+def _partitioned_on(rank: Rank, ranks: list[int]) -> None:
+    weight = torch.nn.Parameter(torch.zeros(0 if rank.index in ranks else 16, 16))
+    if rank.index in ranks:
+        weight.ds_id = 1  # type: ignore[attr-defined]
+    cce_tp.linear_cross_entropy(torch.ones(8, 16), weight, torch.zeros(8, dtype=torch.int64), group=rank.group)
+
+
+@pytest.mark.parametrize("ranks", [[0, 1], [1]])
+def test_a_partitioned_parameter_is_named_on_every_rank(pool: Pool, ranks: list[int]) -> None:
+    """Case B37 (a): also on the rank whose weight is there, which would wait."""
+    for error in pool.errors(2, _partitioned_on, ranks, fresh=True):
+        assert error.kind == "ValueError"
+        assert "ZeRO-3" in error.message
+        assert "GatheredParameters" in error.message
 
 
 def test_devices_are_compared() -> None:
