@@ -556,9 +556,9 @@ def _unknown_labels(rank: Rank, backward: Any) -> None:
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("backward", ["exact", cce_tp.Sampled(eps=1e-6, reference_rows=4)])
+@pytest.mark.parametrize("backward", ["exact", cce_tp.Sampled(eps=1e-6, reference_rows=4), cce_tp.Filtered(eps=1e-9)])
 def test_unknown_labels_may_count_as_the_largest_logit(pool: Pool, tp: int, backward: Any) -> None:
-    """As Megatron has it; with so small an eps the sampled gradient is the exact one."""
+    """As Megatron has it; with so small an eps the sampled and the filtered gradient are the exact one."""
     pool.run(tp, _unknown_labels, backward)
 
 
