@@ -45,7 +45,7 @@ def make_parser() -> Parser:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--model", required=True, help="folder with model and tokenizer, or a name")
     parser.add_argument("--loss", choices=("cce", "stock"), default="cce", help="cce: no logits (default: cce)")
-    parser.add_argument("--backward", choices=("exact", "sampled"), default="exact", help="of --loss cce")
+    parser.add_argument("--backward", choices=("exact", "sampled", "filtered"), default="exact", help="of --loss cce")
     parser.add_argument("--data", type=Path, nargs="+", default=(), help="text (default: Python's own sources)")
     parser.add_argument("--held-out", type=fraction, default=0.05, help="part of the files (default: 0.05)")
     parser.add_argument("--seq-len", type=positive, default=512, help="tokens of a sequence (default: 512)")

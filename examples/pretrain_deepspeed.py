@@ -100,7 +100,7 @@ def make_parser() -> Parser:
         default="cce",
         help="cce: no logits; stock: the model's own; liger: Liger's fused linear cross-entropy (default: cce)",
     )
-    group.add_argument("--backward", choices=("exact", "sampled"), default="exact", help="of --loss cce")
+    group.add_argument("--backward", choices=("exact", "sampled", "filtered"), default="exact", help="of --loss cce")
 
     group = parser.add_argument_group("model", "defaults come from the preset")
     group.add_argument("--preset", choices=("auto", *PRESETS), default="auto", help="auto: tiny on the CPU, else small")

@@ -511,7 +511,7 @@ def test_refusals() -> None:
         ({"engine_or_model": 3}, TypeError, "engine_or_model is a int"),
         ({"head": "nowhere"}, ValueError, "head='nowhere' names no module"),
         ({"head": "embed"}, TypeError, r"the head is a torch.nn.modules.sparse.Embedding"),
-        ({"backward": "filtered"}, NotImplementedError, "filtered"),
+        ({"backward": 3}, TypeError, "backward=3"),
         ({"strict": 0}, TypeError, "strict=0"),
         ({"mpu": object()}, TypeError, "mpu is a object without"),
         ({"shard": object()}, ValueError, "only says something with group= or mpu="),

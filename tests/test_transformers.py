@@ -379,7 +379,7 @@ def test_options_are_replaced_and_checked() -> None:
     assert abs(loss - exact[0]) < 1e-6
     assert 1e-4 < hf.relative(gradients["lm_head.weight"], exact[1]["lm_head.weight"]) < 0.5
     for wrong, error, message in (
-        ({"backward": "filtered"}, NotImplementedError, "filtered"),
+        ({"backward": 3}, TypeError, "backward=3"),
         ({"backward": "no"}, ValueError, "backward='no'"),
         ({"implementation": "cuda"}, ValueError, "implementation='cuda'"),
         ({"strict": 1}, TypeError, "strict=1"),

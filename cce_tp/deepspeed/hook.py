@@ -59,7 +59,7 @@ def install(
         head: dotted name of the head in the model; default: the Hugging Face model's, or a layer called ``lm_head``,
             ``embed_out``, ``output_layer`` or ``head``.
         labels: names of the forward's arguments that hold labels.
-        backward: "exact", or "sampled" or ``cce_tp.Sampled(...)``.
+        backward: "exact", "sampled" or "filtered", or ``cce_tp.Sampled(...)`` or ``cce_tp.Filtered(...)``.
         group: the tensor-parallel group of a head that was sharded by hand: an ``nn.Linear`` with this rank's rows. Its
             input's gradient is summed here, so it must not have gone through a "copy to the tensor-parallel region";
             its parameter needs ``tensor_model_parallel=True`` for DeepSpeed's gradient norm.

@@ -47,7 +47,7 @@ def patch(
     Args:
         model: a model with ``get_output_embeddings``; wrapped in DDP, FSDP, ``torch.compile``, a peft model or a
             DeepSpeed engine or not. A second call replaces the options.
-        backward: "exact", or "sampled" or ``cce_tp.Sampled(...)``.
+        backward: "exact", "sampled" or "filtered", or ``cce_tp.Sampled(...)`` or ``cce_tp.Filtered(...)``.
         group: the tensor-parallel group, if this process's head holds a shard of the vocabulary's rows. Then the model
             gets whole logits where it needs some, gathered over the group.
         shard: which rows; default: equal shards in rank order. Only with ``group``.
