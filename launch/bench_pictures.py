@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ def _bars(axes: Any, rows: Sequence[Row], values: Sequence[tuple[float, float]],
     for place, (row, (forward, both)) in enumerate(zip(rows, values, strict=True)):
         axes.barh(place - 0.2, forward, 0.38, color=FORWARD, label="forward" if place == 0 else None)
         axes.barh(place + 0.2, both, 0.38, color=OURS if row.kind == "ours" else BOTH)
+        if math.isnan(both):
+            continue
         text = f"{both:,.0f}" if both >= 100 else f"{both:.3g}"
         end = (max(both, forward), place)
         axes.annotate(text, end, xytext=(3, 0), textcoords="offset points", va="center")
@@ -55,9 +58,12 @@ def _times(axes: Any, case: Case, rows: Sequence[Row]) -> None:
 
 
 def _memory(axes: Any, rows: Sequence[Row]) -> None:
-    """Logarithmic; what needs less than a MiB, or is not known, is drawn as one."""
-    values = [tuple(max(1.0, (size or 0) / MIB) for size in (row.forward_bytes, row.both_bytes)) for row in rows]
+    """Logarithmic; what needs less than a MiB is drawn as one, what is not known not at all."""
+    nan = float("nan")
+    sizes = [(row.forward_bytes, row.both_bytes) for row in rows]
+    values = [tuple(nan if size is None else max(1.0, size / MIB) for size in pair) for pair in sizes]
     _bars(axes, rows, [(forward, both) for forward, both in values], "peak memory above inputs and gradients, MiB")
     axes.set_xscale("log")
-    axes.set_xlim(0.5, 4 * max([1.0, *(max(both) for both in values)]))
+    known = [size for pair in values for size in pair if not math.isnan(size)]
+    axes.set_xlim(0.5, 4 * max([1.0, *known]))
     axes.set_yticklabels([])

@@ -184,6 +184,8 @@ def error_rows(case: Case) -> list[tuple[str, ...]]:
 
 # -- Markdown
 
+NOTHING = "–"
+
 
 def _markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [columns, ["---"] * len(columns), *rows]
@@ -197,15 +199,15 @@ def _shape_name(shape: Shape) -> str:
 def _cell(row: Row | None, case: Case) -> str:
     """``forward / forward + backward, memory``."""
     if row is None or not row.measured:
-        return "–"
+        return NOTHING
     times = [_over(value, case.product_ms) for value in (row.forward_ms, row.both_ms)]
     memory = "" if row.both_bytes is None else f", {mib(row.both_bytes)}"
-    return f"{times[0] or '–'} / {times[1] or '–'}{memory}"
+    return f"{times[0] or NOTHING} / {times[1] or NOTHING}{memory}"
 
 
 def _error_cell(row: Row | None) -> str:
     if row is None or not row.measured or row.input_error is None:
-        return "–"
+        return NOTHING
     return f"{_number(row.loss_error, '+.0e')}, {row.input_error:.1e}, {_number(row.weight_error, '.1e')}"
 
 
@@ -260,6 +262,7 @@ def _markdown_of(cases: Sequence[Case]) -> str:
         *([_name(row), *(_cell(_find(case, row.method), case) for case in cases)] for row in _methods(cases)),
     ]
     errors = [[_name(row), *(_error_cell(_find(case, row.method)) for case in cases)] for row in _methods(cases)]
+    errors = [row for row in errors if any(cell != NOTHING for cell in row[1:])]
     text = (
         f"{first.device}, {first.dtype}, {first.logits} logits; {versions}{peers}. Medians of {first.repeats} runs in "
         f"turns (a quarter as many of peers that take over 50 ms).\n\n"
