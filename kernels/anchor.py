@@ -1,7 +1,7 @@
 """The sampled mode's look ahead: what the anchor needs to know of a batch's hot rows and of a sample of the others.
 
-One product of all tokens with the few rows looked at, reduced on chip to four sums a token; the target's logit, where
-it is not hot, is one more dot product. See ``sampling.anchor_sums``, the same in plain PyTorch, for what is summed.
+One product of all tokens with the few rows looked at, reduced on chip to four sums a token; the target, where it is not
+hot, is one more dot product. See ``sampling.anchor_sums``, the same in plain PyTorch, for what is summed.
 
 Numerics:
 
@@ -123,9 +123,9 @@ def _target_kernel(  # type: ignore[no-untyped-def]
     HAS_SOFTCAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One token's target logit, 0 where it does not count; fp64 of an fp32 dot product."""
+    """The exponential of one token's target logit, an fp32 dot product; 0 where it does not count."""
     n = tl.program_id(0).to(tl.int64)
-    b_z = tl.zeros((1,), dtype=tl.float32)
+    b_exp = tl.zeros((1,), dtype=tl.float64)
     if tl.load(counted + n) != 0:
         row = tl.load(target + n)
         b_acc = tl.zeros((1, BLOCK), dtype=tl.float32)
@@ -139,7 +139,8 @@ def _target_kernel(  # type: ignore[no-untyped-def]
             b_bias += tl.load(bias + row).to(tl.float32)
         b_dot = tl.sum(b_acc, 1)[:, None]
         b_z = tl.sum(finish_logits(b_dot, b_bias, scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP), 1)
-    tl.store(out + n + tl.arange(0, 1), b_z.to(tl.float64))
+        b_exp = _wide_exp(b_z)
+    tl.store(out + n + tl.arange(0, 1), b_exp)
 
 
 def anchor_sums(

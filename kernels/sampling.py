@@ -174,7 +174,7 @@ class AnchorRows:
 def anchor_sums(problem: LocalProblem, rows: AnchorRows, first_id: int, num_real: int) -> Tensor:
     """This rank's part of the anchor, to be summed over the group: fp64 ``[5, N]``.
 
-    Sum of exponentials over hot rows; the target's logit where it isn't hot; and over the cold sample the sums of
+    Sum of exponentials over hot rows; the target's exponential where it isn't hot; and over the cold sample the sums of
     logits, of their squares and of their exponentials. Sums in fp64 hardly depend on how the rows are split, so neither
     does the anchor.
     """
@@ -186,13 +186,13 @@ def anchor_sums(problem: LocalProblem, rows: AnchorRows, first_id: int, num_real
     for start in range(0, problem.num_tokens, _ANCHOR_TOKENS):
         block = slice(start, start + _ANCHOR_TOKENS)
         z = finish_logits(problem, problem.input[block] @ weight.T, looked_at.rows)
-        exponentials = z.double().clamp(max=LARGEST_EXPONENT).exp()
+        exponentials = _wide_exp(z)
         cold = torch.where(looked_at.cold, z, 0.0).double()
         sums[0, block] = torch.where(looked_at.hot, exponentials, 0.0).sum(dim=1)
         sums[2, block] = cold.sum(dim=1)
         sums[3, block] = cold.square().sum(dim=1)
         sums[4, block] = torch.where(looked_at.cold, exponentials, 0.0).sum(dim=1)
-    sums[1] = _target_logits(problem, rows, first_id)
+    sums[1] = _target_exponentials(problem, rows, first_id)
     return sums
 
 
@@ -202,14 +202,18 @@ def counted(problem: LocalProblem, rows: AnchorRows, first_id: int) -> Tensor:
     return (problem.target >= 0) & ~rows.hot.is_hot[ids.clamp(max=rows.vocab_size - 1)]
 
 
-def _target_logits(problem: LocalProblem, rows: AnchorRows, first_id: int) -> Tensor:
+def _target_exponentials(problem: LocalProblem, rows: AnchorRows, first_id: int) -> Tensor:
     row = problem.target.clamp(min=0)
     dots = torch.zeros(problem.num_tokens, dtype=torch.float32, device=problem.input.device)
     for start in range(0, problem.num_tokens, _ANCHOR_TOKENS):
         block = slice(start, start + _ANCHOR_TOKENS)
         dots[block] = (problem.input[block].float() * problem.weight[row[block]].float()).sum(dim=1)
     z = finish_logits(problem, dots[:, None], row, paired=True)[:, 0]
-    return torch.where(counted(problem, rows, first_id), z, 0.0).double()
+    return torch.where(counted(problem, rows, first_id), _wide_exp(z), 0.0)
+
+
+def _wide_exp(z: Tensor) -> Tensor:
+    return z.double().clamp(max=LARGEST_EXPONENT).exp()
 
 
 def finish_logits(problem: LocalProblem, products: Tensor, rows: Tensor, paired: bool = False) -> Tensor:
@@ -222,21 +226,17 @@ def finish_logits(problem: LocalProblem, products: Tensor, rows: Tensor, paired:
     return z if problem.softcap is None else problem.softcap * torch.tanh(z / problem.softcap)
 
 
-def anchor(sums: Tensor, rows: AnchorRows, target: Tensor, active: Tensor) -> Tensor:
-    """r, fp32 ``[N]``, from the group's sums. ``target`` are vocabulary ids.
+def anchor(sums: Tensor, rows: AnchorRows) -> Tensor:
+    """r, fp32 ``[N]``, from the group's sums.
 
     The cold rows' part is estimated twice from their sample: as if their logits were normal (mean plus half the
     variance), and by the mean of their exponentials. The smaller counts: the first overshoots if the logits have two
     modes, the second if one large logit happens to be in the sample, and an anchor too low costs only longer lists.
+    Without a cold row in the sample, that mean is 0.
     """
-    known = active & (target >= 0) & (target < rows.vocab_size)
-    outside = known & ~rows.hot.is_hot[torch.where(known, target, 0)]
-    others = rows.vocab_size - rows.hot.ids.shape[0]
-    sample = rows.is_cold.sum()
-    size = sample.clamp(min=1)
+    size = rows.is_cold.sum().clamp(min=1)
     mean = sums[2] / size
     normal = mean + 0.5 * (sums[3] / size - mean.square()).clamp(min=0.0)
     typical = torch.minimum(normal.clamp(max=LARGEST_EXPONENT).exp(), sums[4] / size)
-    total = sums[0] + torch.where(outside, sums[1].clamp(max=LARGEST_EXPONENT).exp(), 0.0)
-    total = total + torch.where(sample > 0, float(others) * typical, 0.0)
-    return total.log().float()
+    others = rows.vocab_size - rows.hot.ids.shape[0]
+    return (sums[0] + sums[1] + others * typical).log().float()

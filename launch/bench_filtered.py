@@ -60,9 +60,7 @@ class FilteredLoss:
         problem = self.problem
         hot = sampling.choose_hot_rows(problem.target, self.active, problem.num_rows, filtering.REFERENCE_ROWS)
         rows = sampling.AnchorRows.choose(hot, problem.num_rows)
-        anchor = sampling.anchor(
-            TRITON.anchor_sums(problem, rows, 0, problem.num_rows), rows, problem.target, self.active
-        )
+        anchor = sampling.anchor(TRITON.anchor_sums(problem, rows, 0, problem.num_rows), rows)
         return FilterPlan(
             self.mode.eps, self.mode.input, self.mode.weight, self.mode.order, filtering.finite(anchor), self.active,
             filtering.TILE_ROWS, filtering.TILE_COLS,

@@ -39,7 +39,7 @@ class SampledLoss:
         hot = sampling.choose_hot_rows(problem.target, self.active, problem.num_rows, self.mode.reference_rows)
         rows = sampling.AnchorRows.choose(hot, problem.num_rows)
         sums = TRITON.anchor_sums(problem, rows, 0, problem.num_rows)
-        anchor = sampling.anchor(sums, rows, problem.target, self.active)
+        anchor = sampling.anchor(sums, rows)
         return SamplingPlan(self.mode.eps, self.mode.most_entries, self.seed, anchor, self.active, hot.ids, 0)
 
     def select(self) -> Any:

@@ -87,7 +87,7 @@ class Anchor:
         rows = sampling.AnchorRows.choose(hot, len(weight))
         problem = LocalProblem(model.hidden.to(weight.dtype), weight, model.target)
         sums = sampling.anchor_sums(problem, rows, 0, len(weight))
-        return cls(sampling.anchor(sums, rows, model.target, active), hot.ids)
+        return cls(sampling.anchor(sums, rows), hot.ids)
 
 
 @dataclass(frozen=True)

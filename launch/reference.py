@@ -88,7 +88,7 @@ def sampling_noise(inputs: Inputs, mode: Sampled, exact: Reference) -> tuple[flo
     looked_at = sampling.AnchorRows.choose(hot, rows)
     problem = LocalProblem(inputs.hidden, inputs.weight, inputs.target)
     sums = sampling.anchor_sums(problem, looked_at, 0, rows)
-    anchor = sampling.anchor(sums, looked_at, inputs.target, active)
+    anchor = sampling.anchor(sums, looked_at)
     with full_precision():
         c = inputs.weight.float()
         row_sizes = c.square().sum(1)

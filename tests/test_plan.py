@@ -101,7 +101,7 @@ def _sampled(problem: LocalProblem) -> Any:
     hot = sampling.choose_hot_rows(problem.target, active, rows, mode.reference_rows)
     anchor_rows = sampling.AnchorRows.choose(hot, rows)
     sums = anchor.anchor_sums(problem, anchor_rows, 0, rows)
-    r = sampling.anchor(sums, anchor_rows, problem.target, active)
+    r = sampling.anchor(sums, anchor_rows)
     seed = torch.empty(1, dtype=torch.int64, device="meta")
     drawn = SamplingPlan(mode.eps, mode.most_entries, seed, r, active, hot.ids, 0)
     partials, selection = select_entries.select(problem, drawn, stats=False)

@@ -173,7 +173,7 @@ def anchor_of(repeated: Repeated) -> tuple[Tensor, Tensor]:
         logit_scale=options.logit_scale,
         softcap=options.softcap,
     )
-    return sampling.anchor(sampling.anchor_sums(problem, rows, 0, vocab), rows, repeated.target, active), hot.is_hot
+    return sampling.anchor(sampling.anchor_sums(problem, rows, 0, vocab), rows), hot.is_hot
 
 
 def sampled(seed: int | None, **changes: Any) -> cce_tp.Sampled:

@@ -7,13 +7,15 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..collectives import resolve_group
+from ..deferred.head import HookStatus
+from ..deferred.tensor import DeferredTensor
 from ..kernels.select import choose
 from ..options import LossOptions
 from .lazy import megatron_version
@@ -22,23 +24,6 @@ from .streaming import streaming_max
 
 HOOK_ATTRIBUTE = "_cce_tp_hook"
 FSDP_SINCE = (0, 19)
-
-
-@dataclass
-class HookStatus:
-    """What ``install`` has put in place on one model, and what came of it.
-
-    Attributes:
-        backward: the backward mode, as given.
-        implementation: "triton" or "torch", as the last loss used it; None before the first.
-        losses: losses computed without logits.
-        materialised: deferred logits that had to be computed after all, in training.
-    """
-
-    backward: object
-    implementation: str | None = None
-    losses: int = 0
-    materialised: int = 0
 
 
 @dataclass
@@ -171,13 +156,15 @@ def refuse_released_weight() -> None:
     )
 
 
-class DeferredLogits:
+class DeferredLogits(DeferredTensor):
     """Logits ``scale * (hidden @ weight.T + bias)`` that nobody has computed yet.
 
     The loss takes them as they are. ``shape``, ``size``, ``dtype``, ``device``, ``dim``, a multiplication by a number,
     and, without gradients, maxima over the vocabulary need no logits either. Whatever else is done with the object
     computes real logits, once, and in training warns (or raises, under ``strict``).
     """
+
+    lazy_functions: ClassVar[dict[Callable[..., Any], str]] = {torch.max: "max", torch.argmax: "argmax"}
 
     def __init__(self, layer: Any, hidden: Tensor, weight: Tensor, scale: float = 1.0) -> None:
         self._layer = layer
@@ -256,16 +243,6 @@ class DeferredLogits:
             tokens *= dist.get_world_size(self._layer.tp_group)
         return torch.Size((tokens, *rest, self._weight.shape[0]))
 
-    def size(self, dim: int | None = None) -> Any:
-        return self.shape if dim is None else self.shape[dim]
-
-    def dim(self) -> int:
-        return self._hidden.dim()
-
-    @property
-    def ndim(self) -> int:
-        return self._hidden.dim()
-
     @property
     def dtype(self) -> torch.dtype:
         return self._hidden.dtype
@@ -277,9 +254,6 @@ class DeferredLogits:
     @property
     def requires_grad(self) -> bool:
         return torch.is_grad_enabled() and (self._hidden.requires_grad or self._weight.requires_grad)
-
-    def __repr__(self) -> str:
-        return f"DeferredLogits(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
     def __mul__(self, factor: Any) -> Any:
         if isinstance(factor, Real):
@@ -316,44 +290,3 @@ class DeferredLogits:
         finish: Callable[[Tensor], Tensor] = (lambda z: z) if scale == 1.0 else (lambda z: z * scale)
         best, rows = streaming_max(tokens, self._weight, self._bias, finish)
         return best.view(self.shape[:-1]), rows.view(self.shape[:-1])
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in (torch.max, torch.argmax) and args and isinstance(args[0], cls):
-            return getattr(args[0], func.__name__)(*args[1:], **kwargs)
-        reason = f"torch function {getattr(func, '__name__', func)}"
-        real = functools.partial(_materialised, reason=reason)
-        return func(*map(real, args), **{name: real(value) for name, value in kwargs.items()})
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.materialise("pickling").detach().__reduce_ex__(protocol)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self.materialise(f"attribute {name!r}"), name)
-
-
-def _materialised(value: Any, reason: str) -> Any:
-    if isinstance(value, DeferredLogits):
-        return value.materialise(reason)
-    if isinstance(value, list | tuple):
-        return type(value)(_materialised(item, reason) for item in value)
-    return value
-
-
-def _operator(name: str) -> Callable[..., Any]:
-    def operate(self: DeferredLogits, *args: Any) -> Any:
-        return getattr(self.materialise(f"operator {name}"), name)(*(_materialised(arg, name) for arg in args))
-
-    return operate
-
-
-# Python looks these up on the class, past __getattr__. Without __imul__, `x *= 2` is `x = x * 2` and stays deferred.
-for _name in (
-    *("__add__", "__radd__", "__sub__", "__rsub__", "__neg__", "__pow__", "__matmul__", "__rmatmul__", "__rtruediv__"),
-    *("__getitem__", "__setitem__", "__len__", "__iter__", "__lt__", "__le__", "__gt__", "__ge__", "__float__"),
-    *("__iadd__", "__isub__"),
-):
-    setattr(DeferredLogits, _name, _operator(_name))
