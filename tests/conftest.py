@@ -11,6 +11,7 @@ import hypothesis
 import pytest
 import torch
 from distributed import Pool
+from selection import slow_too
 
 torch.set_num_threads(1)
 hypothesis.settings.register_profile(
@@ -51,9 +52,10 @@ def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
     shared.stop()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def hf_pool() -> Iterator[Pool]:
-    """Four gloo processes that have transformers, and DeepSpeed where it is installed."""
+    """Four gloo processes that have transformers, and DeepSpeed where it is installed; for the tests of one file, since
+    DeepSpeed's processes are busy even when nothing is asked of them."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     wanted = ("transformers.models.llama.modeling_llama", "transformers.models.gemma2.modeling_gemma2", "deepspeed")
     preload = tuple(name for name in wanted if importlib.util.find_spec(name.split(".")[0]) is not None)
@@ -76,9 +78,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    slow_too = config.getoption("--slow") or os.environ.get("CCE_TP_TEST_SLOW", "") not in ("", "0")
+    thorough = slow_too(config)
     for item in items:
-        if item.get_closest_marker("slow") and not slow_too:
+        if item.get_closest_marker("slow") and not thorough:
             item.add_marker(pytest.mark.skip(reason="slow: pass --slow"))
         if {"pool", "hf_pool"}.intersection(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.distributed)

@@ -134,6 +134,7 @@ def test_learns_and_leaves_its_results(workspace: Path, alone: Curve) -> None:
     assert (workspace / "alone" / "checkpoints" / "latest").read_text().strip() == f"step-{STEPS:06d}"
 
 
+@pytest.mark.slow
 def test_ordinary_logits_give_the_same_curve(workspace: Path, alone: Curve) -> None:
     assert_same_curve(train(workspace, "torch", 2, "--tp", "2", "--loss", "torch"), alone, 1e-4)
 
@@ -142,6 +143,7 @@ def test_tp_by_dp_gives_the_curve_of_one_process(workspace: Path, alone: Curve) 
     assert_same_curve(train(workspace, "tp2dp2", 4, "--tp", "2"), alone, 2e-5)
 
 
+@pytest.mark.slow
 def test_resumes_on_the_same_curve(workspace: Path, interrupted: Path, alone: Curve) -> None:
     shutil.copytree(interrupted, workspace / "resumed")
     assert_same_curve(train(workspace, "resumed", 2, "--tp", "2", "--resume"), alone, 2e-5)

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from distributed import Pool, Rank, collectives
 from oracle import fixture0
+from selection import some_of
 from torch import Tensor, nn
 
 import cce_tp
@@ -221,7 +222,23 @@ def _compare_model(rank: Rank, tp: int, case: str) -> None:
 
 
 @needs_megatron
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    some_of(
+        CASES,
+        [
+            *(
+                "gpt sequence parallel",
+                "gpt tied",
+                "gpt mup tied mtp",
+                "gpt mtp sequence parallel",
+                "gpt mtp per token",
+            ),
+            *("gpt full recompute", "gpt fused cross-entropy", "gpt bf16"),
+            *("hybrid tied sequence parallel", "bert", "t5 tied"),
+        ],
+    ),
+)
 def test_model_in_two_shards(megatron_pool: Pool, case: str) -> None:
     skip_before(max((SINCE[word] for word in (*CASES[case], CASES[case]["kind"]) if word in SINCE), default=(0, 0)))
     run(megatron_pool, _compare_model, 2, case)
@@ -420,7 +437,10 @@ def _compare_training(rank: Rank, fusion: str, ddp: str) -> None:
 @needs_megatron
 @pytest.mark.parametrize(
     ("fusion", "ddp"),
-    [(fusion, "overlapped") for fusion in FUSION] + [("tied", ddp) for ddp in DDP if ddp != "overlapped"],
+    some_of(
+        [(fusion, "overlapped") for fusion in FUSION] + [("tied", ddp) for ddp in DDP if ddp != "overlapped"],
+        [("tied mtp", "overlapped"), ("no fusion", "overlapped"), ("tied", "overlapped gather")],
+    ),
 )
 def test_training_under_ddp(megatron_pool: Pool, fusion: str, ddp: str) -> None:
     """Two steps of two micro-batches with Megatron's own DDP; tp 2 × dp 2."""
@@ -511,7 +531,7 @@ def _compare_groups(rank: Rank, case: str) -> None:
 
 
 @needs_megatron
-@pytest.mark.parametrize("case", GROUPS)
+@pytest.mark.parametrize("case", some_of(GROUPS, ["tp 2, cp 2, mtp, per token", "tp 2, ep 2"]))
 def test_training_by_schedule_in_every_kind_of_group(megatron_pool: Pool, case: str) -> None:
     """Over 4 ranks; losses averaged over micro-batches, or divided by all tokens at the end."""
     if "ep 2" in case:
@@ -572,7 +592,7 @@ def _compare_fsdp(rank: Rank, case: str) -> list[str]:
 
 
 @needs_megatron
-@pytest.mark.parametrize("case", FSDP)
+@pytest.mark.parametrize("case", some_of(FSDP, ["sharded parameters, tied, mtp"]))
 def test_training_under_megatron_fsdp(megatron_pool: Pool, case: str) -> None:
     """Two micro-batches; tp 2 × dp 2. Between them, the ranks hold a part of every gradient."""
     skip_before((0, 19))
@@ -1268,7 +1288,7 @@ def _example(rank: Rank, folder: str, loss: str, layout: dict[str, int], *argume
     ("layout", "arguments"),
     [
         ({"tp": 2}, ["--sequence-parallel", "--gradient-accumulation-fusion"]),
-        ({"tp": 2, "pp": 2}, []),
+        pytest.param({"tp": 2, "pp": 2}, [], marks=pytest.mark.slow),
     ],
 )
 def test_example_trains_as_stock_megatron(
