@@ -133,7 +133,7 @@ def compare_tokens(group: TensorParallelGroup, target: Tensor, rows: Tensor | No
         ValueError: on every rank, naming the first token that differs.
     """
     hashes = torch.zeros_like(target) if rows is None else _row_hash(rows)
-    gathered = all_gather(torch.stack([target, hashes]), group)
+    gathered = all_gather(torch.stack([target, hashes]), group, "comparing the tokens")
     for index, name in enumerate(("target", "input")):
         differs = (gathered[:, index] != gathered[0, index]).any(dim=0)
         if bool(differs.any()):
@@ -152,7 +152,7 @@ def _exchange(group: TensorParallelGroup, record: dict[str, Any]) -> list[dict[s
     if len(text) > _RECORD_BYTES:
         text = json.dumps({"error": f"internal: a record of {len(text)} bytes exceeds {_RECORD_BYTES}"}).encode()
     local = torch.tensor(list(text.ljust(_RECORD_BYTES)), dtype=torch.uint8, device=group.exchange_device())
-    answers = [bytes(row) for row in all_gather(local, group).cpu().tolist()]
+    answers = [bytes(row) for row in all_gather(local, group, "comparing the ranks' arguments").cpu().tolist()]
     try:
         return [json.loads(answer.decode()) for answer in answers]
     except ValueError as error:

@@ -27,6 +27,8 @@ same bits by construction; the reductions rely on the backend delivering the sam
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -40,6 +42,9 @@ from .shard import VocabShard
 
 GATHER_UP_TO = 8
 """Largest group whose partials are gathered and folded locally; beyond it they are reduced by a MAX and a SUM."""
+COMBINING = "combining the log-sum-exp"
+REDUCING = "reducing the input's gradient"
+"""What the collectives are for, in errors."""
 
 
 @dataclass(frozen=True)
@@ -77,11 +82,86 @@ class TensorParallelGroup:
         return torch.device("cpu") if "gloo" in names else torch.device("cuda", torch.cuda.current_device())
 
 
+SINGLE = TensorParallelGroup(None, 0, 1)
+
 # Renamed in torch 2.13; the old names warn there.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-SINGLE = TensorParallelGroup(None, 0, 1)
+
+@dataclass(frozen=True)
+class Pending:
+    """A collective on its way."""
+
+    work: dist.Work | None
+    what: str
+    group: TensorParallelGroup
+
+    def wait(self) -> None:
+        """Let what follows see the result: the current stream waits, and on gloo this thread."""
+        if self.work is not None:
+            with _naming(self.what, self.group):
+                self.work.wait()
+
+
+@contextmanager
+def _naming(what: str, group: TensorParallelGroup) -> Iterator[None]:
+    """An error of the process group says which part of the loss was waiting for the other ranks."""
+    try:
+        yield
+    except RuntimeError as error:  # those of torch.distributed are, too
+        place = f"on rank {group.rank} of {group.size}"
+        message = f"linear_cross_entropy: {what} over the tensor-parallel group failed {place}: {error}"
+        kind = type(error) if isinstance(error, dist.DistError) else RuntimeError
+        raise kind(message) from error
+
+
+class Transport:
+    """How tensors travel. Each method is one collective and says what it is for.
+
+    With ``later`` the collective may still be under way when the method returns: its tensors are not to be touched
+    before :meth:`Pending.wait`, nor freed, and that is called on the stream that the collective was issued on.
+    """
+
+    def all_gather(
+        self, out: Tensor, local: Tensor, group: TensorParallelGroup, what: str, later: bool = False
+    ) -> Pending:
+        """``out`` becomes the ranks' ``local``, one behind the other."""
+        with _naming(what, group):
+            return Pending(_all_gather(out, local, group=group.handle, async_op=later), what, group)
+
+    def all_reduce(
+        self,
+        values: Tensor,
+        group: TensorParallelGroup,
+        what: str,
+        op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+        later: bool = False,
+    ) -> Pending:
+        """In place."""
+        with _naming(what, group):
+            return Pending(dist.all_reduce(values, op=op, group=group.handle, async_op=later), what, group)
+
+    def reduce_scatter(
+        self, out: Tensor, values: Tensor, group: TensorParallelGroup, what: str, later: bool = False
+    ) -> Pending:
+        """``out`` becomes this rank's part of the sum of ``values``."""
+        with _naming(what, group):
+            return Pending(_reduce_scatter(out, values, group=group.handle, async_op=later), what, group)
+
+
+_transport = Transport()
+
+
+@contextmanager
+def using(transport: Transport) -> Iterator[None]:
+    """All collectives of the library go through ``transport``, in every thread: to count them, or to do without."""
+    global _transport
+    usual, _transport = _transport, transport
+    try:
+        yield
+    finally:
+        _transport = usual
 
 
 def resolve_group(group: dist.ProcessGroup | None) -> TensorParallelGroup:
@@ -103,22 +183,22 @@ def resolve_group(group: dist.ProcessGroup | None) -> TensorParallelGroup:
     return TensorParallelGroup(group, rank, dist.get_world_size(group))
 
 
-def all_gather(local: Tensor, group: TensorParallelGroup) -> Tensor:
-    """``[T, *local.shape]``, in rank order. One collective."""
+def all_gather(local: Tensor, group: TensorParallelGroup, what: str) -> Tensor:
+    """``[T, *local.shape]``, in rank order. One collective; ``what`` it is for, should it fail."""
     gathered = torch.empty(group.size * local.numel(), dtype=local.dtype, device=local.device)
-    _all_gather(gathered, local.reshape(-1), group=group.handle)
+    _transport.all_gather(gathered, local.reshape(-1), group, what)
     return gathered.view(group.size, *local.shape)
 
 
 def gather_sequence(local: Tensor, group: TensorParallelGroup) -> Tensor:
     """``[N/T, D]`` token shards to ``[N, D]``, in rank order. One collective."""
-    return local if group.is_single else all_gather(local, group).flatten(0, 1)
+    return local if group.is_single else all_gather(local, group, "gathering the input").flatten(0, 1)
 
 
-def sum_small(local: Tensor, group: TensorParallelGroup) -> Tensor:
+def sum_small(local: Tensor, group: TensorParallelGroup, what: str) -> Tensor:
     """Sum of a few numbers a token over the group, in place. One collective."""
     if not group.is_single:
-        dist.all_reduce(local, group=group.handle)
+        _transport.all_reduce(local, group, what)
     return local
 
 
@@ -158,7 +238,7 @@ def _combine_by_gather(
     if partials.entropy is not None and partials.argmax is not None:
         # Ids travel as their bits: a float32 doesn't hold integers above 2^24.
         rows += [partials.entropy, partials.argmax.to(torch.int32).view(torch.float32)]
-    gathered = iter(all_gather(torch.stack(rows), group).unbind(dim=1))
+    gathered = iter(all_gather(torch.stack(rows), group, COMBINING).unbind(dim=1))
     chain = next(gathered).sum(dim=0)
     parts = Partials(next(gathered), next(gathered), next(gathered))
     mass = None
@@ -174,12 +254,12 @@ def _combine_by_reduction(
     partials: Partials, smoothing_mass: Tensor | None, link: Tensor, group: TensorParallelGroup
 ) -> tuple[Partials, Tensor]:
     top = partials.max.clone()
-    dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group.handle)
+    _transport.all_reduce(top, group, COMBINING, dist.ReduceOp.MAX)
     moved = relative_to(partials, top, smoothing_mass)
     # gloo's MAX may lose a NaN on some ranks; then sum_exp is NaN, and this sum brings it to all of them.
     optional = [field for field in (moved.smoothing, moved.entropy) if field is not None]
     packed = torch.stack([link, moved.sum_exp, moved.target_logit, *optional])
-    dist.all_reduce(packed, op=dist.ReduceOp.SUM, group=group.handle)
+    _transport.all_reduce(packed, group, COMBINING)
     sums = iter(packed.unbind())
     chain = next(sums)
     combined = Partials(top, next(sums), next(sums))
@@ -195,7 +275,7 @@ def _combine_by_reduction(
 def _reduce_argmax(local_max: Tensor, argmax: Tensor, top: Tensor, group: TensorParallelGroup) -> Tensor:
     never = torch.iinfo(torch.int64).max
     lowest = torch.where((local_max == top) & (argmax >= 0), argmax, never)
-    dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=group.handle)
+    _transport.all_reduce(lowest, group, COMBINING, dist.ReduceOp.MIN)
     return torch.where(lowest == never, -1, lowest)
 
 
@@ -214,7 +294,7 @@ class InputGradReduction:
         self._group = group
         self._scatter = sequence_parallel and not group.is_single
         self._dtype = dtype
-        self._work: dist.Work | None = None
+        self._work: Pending | None = None
         self._part: Tensor | None = None
         self._sum: Tensor | None = None
 
@@ -226,9 +306,9 @@ class InputGradReduction:
         if self._scatter and self._group.backend(part.device) != "gloo":
             shape = (part.shape[0] // self._group.size, *part.shape[1:])
             self._sum = torch.empty(shape, dtype=part.dtype, device=part.device)
-            self._work = _reduce_scatter(self._sum, part, group=self._group.handle, async_op=True)
+            self._work = _transport.reduce_scatter(self._sum, part, self._group, REDUCING, later=True)
         else:
-            self._work = dist.all_reduce(part, group=self._group.handle, async_op=True)
+            self._work = _transport.all_reduce(part, self._group, REDUCING, later=True)
 
     def result(self) -> Tensor | None:
         """The sum: ``[N, D]``, or this rank's ``[N/T, D]``; None if ``start`` was never called."""

@@ -253,7 +253,7 @@ def _anchor(
     hot = sampling.choose_hot_rows(target, active, shard.vocab_size, reference_rows)
     rows = sampling.AnchorRows.choose(hot, shard.vocab_size)
     sums = call.implementation.anchor_sums(problem, rows, shard.start, shard.num_real)
-    return sampling.anchor(collectives.sum_small(sums, call.group), rows), hot
+    return sampling.anchor(collectives.sum_small(sums, call.group, "summing the anchor"), rows), hot
 
 
 def _plan_filter(call: _Call, problem: LocalProblem, target: Tensor, active: Tensor) -> FilterPlan:

@@ -16,6 +16,7 @@ PROGRAM = "cce-tp"
 OWN = {
     "accuracy": ".accuracy",
     "bench": ".bench",
+    "bench-tp": ".bench_tp",
     "doctor": ".doctor",
     "keep-rate": ".keep_rate",
     "plan": ".plan",

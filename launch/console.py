@@ -180,28 +180,32 @@ def _missing(name: str) -> UsageError:
 class PlainOutput:
     """Lines of text, for results that must not be lost for want of rich."""
 
+    def __init__(self, enabled: bool = True) -> None:
+        self._enabled = enabled
+
     def say(self, text: str) -> None:
         """A line or a paragraph."""
-        print(text, flush=True)
+        if self._enabled:
+            print(text, flush=True)
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """A table whose first column is text and whose others are numbers."""
         widths = [max(len(row[i]) for row in (columns, *rows)) for i in range(len(columns))]
-        print(f"\n{title}")
+        self.say(f"\n{title}")
         for row in (columns, *rows):
             cells = [
                 row[0].ljust(widths[0]),
                 *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)),
             ]
-            print("  ".join(cells).rstrip(), flush=True)
+            self.say("  ".join(cells).rstrip())
 
 
-def open_output() -> Output | PlainOutput:
+def open_output(enabled: bool = True) -> Output | PlainOutput:
     """The terminal with rich, or without where there is none."""
     try:
-        return Output()
+        return Output(enabled)
     except UsageError:
-        return PlainOutput()
+        return PlainOutput(enabled)
 
 
 class Output:

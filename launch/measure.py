@@ -51,14 +51,14 @@ class GpuMeter:
     """
 
     def __init__(self, filler: Work) -> None:
-        self._filler, self._fillings = filler, 0
+        self._filler, self.fillings = filler, 0
         for _ in range(3):  # the library's choice of a kernel, and the clock
             filler()
-        self._fillings = max(1, round(HEAD_START_MS / self.milliseconds(filler)))
+        self.fillings = max(1, round(HEAD_START_MS / self.milliseconds(filler)))
 
     def milliseconds(self, work: Work) -> float:
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        for _ in range(self._fillings):
+        for _ in range(self.fillings):
             self._filler()
         start.record()
         work()

@@ -58,7 +58,7 @@ class Result:
     seconds: float
 
 
-_REDUCE = "self._work = dist.all_reduce(part, group=self._group.handle, async_op=True)"
+_REDUCE = "self._work = _transport.all_reduce(part, self._group, REDUCING, later=True)"
 _UNBIASED = "test_sampled.py::test_unbiased_with_the_variance_of_the_formula[plain]"
 _FILTERED = "test_filtered.py::test_option_alone[plain]"
 _REPLICAS = "test_sampled.py::test_steps_and_replicas_draw_differently_and_ranks_of_a_group_alike"
@@ -75,7 +75,7 @@ MUTATIONS = (
         "the input's gradient is reduced twice",
         COLLECTIVES,
         _REDUCE,
-        f"dist.all_reduce(part, group=self._group.handle)\n            {_REDUCE}",
+        f"_transport.all_reduce(part, self._group, REDUCING)\n            {_REDUCE}",
         ("test_cases.py::test_b02_input_grad_is_summed_over_the_group[2]",),
     ),
     Mutation(
@@ -109,8 +109,8 @@ MUTATIONS = (
     Mutation(
         "the ranks' maxima are summed (reduced)",
         COLLECTIVES,
-        "dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group.handle)",
-        "dist.all_reduce(top, op=dist.ReduceOp.SUM, group=group.handle)",
+        "_transport.all_reduce(top, group, COMBINING, dist.ReduceOp.MAX)",
+        "_transport.all_reduce(top, group, COMBINING, dist.ReduceOp.SUM)",
         ("test_loss.py::test_a_common_offset_cancels[reduce-2]",),
     ),
     Mutation(

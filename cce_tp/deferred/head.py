@@ -210,11 +210,11 @@ class _GatherVocabulary(torch.autograd.Function):
         if group.is_single:
             return mine.movedim(0, -1).contiguous()
         own = torch.tensor([shard.start, shard.stop], device=local.device)
-        bounds = all_gather(own, group).tolist()
+        bounds = all_gather(own, group, "gathering the bounds of the shards").tolist()
         longest = max(stop - start for start, stop in bounds)
         padded = mine.new_zeros(longest, *mine.shape[1:])
         padded[: mine.shape[0]] = mine
-        gathered = all_gather(padded, group)
+        gathered = all_gather(padded, group, "gathering the logits")
         whole = mine.new_empty(shard.vocab_size, *mine.shape[1:])
         for rank, (start, stop) in enumerate(bounds):
             whole[start:stop] = gathered[rank, : stop - start]

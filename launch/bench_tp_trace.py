@@ -1,0 +1,117 @@
+"""What a rank's device does when, in one step: recorded by PyTorch's profiler, drawn as two lanes."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .console import pyplot
+
+Work = Callable[[], object]
+
+HEAD_START = 8
+"""Products before the step, so that the host is ahead of the device when it begins."""
+MARK_CYCLES = 20_000
+PARTS = (
+    ("communication", ("nccl",)),
+    ("anchor", ("_look_kernel", "_target_kernel")),
+    ("logits and decisions", ("_select", "select_", "_partials", "_reduce_kernel", "_fold")),
+    ("lists", ("_list", "_hash")),
+    ("hot rows", ("_hot", "gemm", "nvjet", "cutlass", "cublas", "product")),
+    ("∇E", ("_input_grad", "_long")),
+    ("transpose", ("_arrive", "_place", "_order")),
+    ("∇C", ("_weight_grad",)),
+    ("other", ("",)),
+)
+"""Which part of a step a kernel belongs to: the first that holds a piece of its name."""
+COLOURS = dict(
+    zip(
+        (name for name, _ in PARTS),
+        (
+            "tab:red",
+            "tab:olive",
+            "tab:blue",
+            "tab:cyan",
+            "tab:brown",
+            "tab:orange",
+            "tab:gray",
+            "tab:green",
+            "lightgray",
+        ),
+        strict=True,
+    )
+)
+
+
+@dataclass(frozen=True)
+class Span:
+    """One kernel: milliseconds from the step's begin."""
+
+    part: str
+    begin: float
+    length: float
+
+
+def part_of(kernel: str) -> str:
+    """The part of a step that a kernel belongs to."""
+    return next(part for part, pieces in PARTS if any(piece in kernel for piece in pieces))
+
+
+def record(step: Work, product: Work, align: Work) -> list[Span]:
+    """What the device did in one step; all ranks have to call this."""
+    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=activities) as profiler:
+        for _ in range(HEAD_START):
+            product()
+        align()
+        torch.cuda._sleep(MARK_CYCLES)
+        step()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        return spans(json.loads(path.read_text())["traceEvents"])
+
+
+def spans(events: Sequence[dict[str, Any]]) -> list[Span]:
+    """What comes behind the mark in a trace; microseconds there."""
+    kernels = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    begin = max((e["ts"] + e["dur"] for e in kernels if "spin" in e["name"]), default=None)
+    if begin is None:
+        raise ValueError("the trace has no mark where the step begins")
+    after = sorted((e for e in kernels if e["ts"] >= begin), key=lambda e: float(e["ts"]))
+    return [Span(part_of(e["name"]), (e["ts"] - begin) / 1e3, e["dur"] / 1e3) for e in after]
+
+
+def draw(timelines: dict[str, list[Span]], title: str, path: Path) -> None:
+    """A panel for each step: what computes in the upper lane, what communicates in the lower."""
+    plot = pyplot()
+    figure, panels = plot.subplots(
+        len(timelines), 1, figsize=(12, 0.8 + 1.9 * len(timelines)), layout="constrained", squeeze=False, sharex=True
+    )
+    for (name, found), axes in zip(timelines.items(), panels[:, 0], strict=True):
+        for part, colour in COLOURS.items():
+            lane = 0 if part == "communication" else 1
+            bars = [(span.begin, span.length) for span in found if span.part == part]
+            if bars:
+                axes.broken_barh(bars, (lane - 0.35, 0.7), color=colour, linewidth=0)
+        axes.set_yticks([0, 1], ["communication", "computing"])
+        axes.set_ylim(-0.5, 1.5)
+        axes.set_title(name, loc="left", fontsize=10)
+        axes.grid(axis="x", alpha=0.3)
+    seen = {span.part for found in timelines.values() for span in found}
+    handles = [
+        plot.Rectangle((0, 0), 1, 1, color=colour, label=part) for part, colour in COLOURS.items() if part in seen
+    ]
+    panels[-1, 0].set_xlabel("ms")
+    figure.suptitle(title, fontsize=11)
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9)
+    figure.savefig(path, dpi=150, format="png")
+    plot.close(figure)
