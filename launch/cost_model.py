@@ -1,6 +1,6 @@
 """What the loss and its gradients take in each backward mode: the forward pass, and k times the rest.
 
-exact        forward + rest; the rest is the logits again, and the products for grad E and grad C
+exact        forward + rest; the rest is the logits again, G written, and the products for grad E and grad C
 tile filter  forward + filter_fixed + (share of the tiles kept) x filter_tiles
 sampled      forward + sampled_fixed + (entries a token keeps) x sampled_entry
 
@@ -101,7 +101,7 @@ class Step:
         self.target = model.target[:tokens].to(device)
 
     def products(self) -> dict[str, Work]:
-        """E C^T, G C and G^T E by the library, with the logits for G."""
+        """E C^T, G C and G^T E by the library, with the logits for G, and the writing of as many numbers."""
         e, c = self.hidden.detach(), self.weight.detach()
         logits = e @ c.T
         input_grad, weight_grad = torch.empty_like(e), torch.empty_like(c)
@@ -109,6 +109,7 @@ class Step:
             "logits": partial(torch.mm, e, c.T, out=logits),
             "grad E": partial(torch.mm, logits, c, out=input_grad),
             "grad C": partial(torch.mm, logits.T, e, out=weight_grad),
+            "G": torch.empty_like(logits).zero_,
         }
 
     def forward(self) -> Tensor:
@@ -177,7 +178,7 @@ def by_measuring(
     return Costs(
         torch.cuda.get_device_name() if device == "cuda" else device,
         times["forward"],
-        times["forward"] + times["grad E"] + times["grad C"],
+        times["forward"] + times["G"] + times["grad E"] + times["grad C"],
         filter_fixed,
         filter_tiles,
         sampled_fixed,

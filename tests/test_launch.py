@@ -528,7 +528,7 @@ def test_an_h200_is_counted_as_it_was_measured() -> None:
 def test_costs_are_made_of_what_was_measured(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock that is made up; the works themselves run, on the CPU."""
     small = Model(model.hidden[:64], model.weight, model.target[:64])
-    times = {"logits": 1.0, "grad E": 1.5, "grad C": 1.75, "forward": 1.25}
+    times = {"logits": 1.0, "grad E": 1.5, "grad C": 1.5, "G": 0.25, "forward": 1.25}
     times |= {"fewest tiles": 2.5, "all tiles": 6.5, "fewest entries": 1.95, "most entries": 4.75}
     times |= {"exact": 5.5, "tile filter 2^-12": 5.0, "sampled 2^-10": 3.0, "sampled 2^-6": 2.0}
     seen: list[str] = []
