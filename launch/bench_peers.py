@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import cce_tp
-from cce_tp.options import Backward
+from cce_tp.options import ORDERS, Backward
 
 from . import runtime
 from .console import power_of_two
@@ -270,7 +270,8 @@ class DeepSpeed(Method):
 
 
 def ours(eps: float) -> list[Method]:
-    return [Ours(cce_tp.Exact()), Ours(cce_tp.Filtered(eps=FILTER_EPS)), Ours(cce_tp.Sampled(eps=eps))]
+    filters = [cce_tp.Filtered(eps=FILTER_EPS, order=order) for order in ORDERS]
+    return [Ours(mode) for mode in (cce_tp.Exact(), *filters, cce_tp.Sampled(eps=eps))]
 
 
 def peers() -> list[Method]:
