@@ -148,13 +148,13 @@ class GPT(nn.Module):
         return self.head(self.norm(x), target)
 
     @torch.no_grad()
-    def init_weights(self, seed: int) -> None:
+    def init_weights(self, seed: int, device: torch.device | str = "cpu") -> None:
         """Normal(0, 0.02), smaller where 2 · layers outputs add up in the residual stream.
 
-        Drawn on the CPU for the whole matrices, before they are spread, so that the start is the same on every layout
-        and device.
+        Drawn for the whole matrices, before they are spread, so that the start is the same on every layout; and on the
+        CPU, so that it is the same on every device, unless ``device``, where the parameters are, says otherwise.
         """
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator(device).manual_seed(seed)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 1:
                 parameter.fill_(1.0)

@@ -2,7 +2,8 @@
 
     python examples/text_data.py runs/tokens [TEXT ...]
 
-tokenizes ahead of a run, for machines that have the tokens only (``--tokens runs/tokens``).
+tokenizes ahead of a run, for machines that have the tokens only (``--tokens runs/tokens``); with ``--xz`` into files a
+sixth as large, which are as good.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import hashlib
 import importlib.resources
 import importlib.util
 import json
+import lzma
 import os
 import sysconfig
 from collections.abc import Callable, Iterable, Sequence
@@ -139,8 +141,24 @@ def load_corpus(paths: Sequence[Path], held_out: float, cache: Path, progress: P
 def cached_corpus(cache: Path, key: str) -> Corpus:
     """The corpus that ``load_corpus`` left in ``cache``; its tokens stay on disk until they are read."""
     vocab_size = json.loads((cache / f"{key}.json").read_text())["vocab_size"]
-    train, held_out = (np.load(cache / f"{key}.{part}.npy", mmap_mode="r") for part in ("train", "held-out"))
+    train, held_out = (_read_tokens(cache / f"{key}.{part}.npy") for part in ("train", "held-out"))
     return Corpus(train, held_out, vocab_size, key)
+
+
+def _read_tokens(path: Path) -> Tokens:
+    """From the disk as they are needed; if there is only ``path``.xz, all of them now."""
+    packed = path.with_name(f"{path.name}.xz")
+    if path.exists() or not packed.exists():
+        return np.load(path, mmap_mode="r")
+    with lzma.open(packed) as file:
+        return np.lib.format.read_array(file)
+
+
+def compress(cache: Path) -> None:
+    """Leave a corpus's tokens as ``.npy.xz`` only."""
+    for path in sorted(cache.glob("*.npy")):
+        path.with_name(f"{path.name}.xz").write_bytes(lzma.compress(path.read_bytes(), preset=4))
+        path.unlink()
 
 
 def share_corpus(
@@ -241,10 +259,13 @@ def main() -> None:
     parser.add_argument("cache", type=Path, help="folder for the tokens")
     parser.add_argument("data", type=Path, nargs="*", help="text files or folders (default: Python's own sources)")
     parser.add_argument("--held-out", type=float, default=0.05, help="part of the files to measure on (default: 0.05)")
+    parser.add_argument("--xz", action="store_true", help="compress the tokens")
     options = parser.parse_args()
     check_paths(options.data)
     corpus = load_corpus(options.data, options.held_out, options.cache, lambda done, total: None)
     print(f"{options.cache}: {len(corpus.train):,} tokens to train on, {len(corpus.held_out):,} held out")
+    if options.xz:
+        compress(options.cache)
 
 
 if __name__ == "__main__":

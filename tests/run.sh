@@ -14,7 +14,7 @@ cd "$root"
 "$bin/ruff" check .
 "$bin/ruff" format --check .
 MYPYPATH="$root/examples" "$bin/mypy" --package cce_tp --module pretrain_gpt --module pretrain_megatron \
-    --module pretrain_deepspeed --module finetune_transformers
+    --module pretrain_deepspeed --module finetune_transformers --module study
 # The tests start several processes each; without this every one of them would start a thread for each core.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 exec "$bin/python" -m pytest "$@"
