@@ -40,7 +40,7 @@ class SampledLoss:
         rows = sampling.AnchorRows.choose(hot, problem.num_rows)
         sums = TRITON.anchor_sums(problem, rows, 0, problem.num_rows)
         anchor = sampling.anchor(sums, rows)
-        return SamplingPlan(self.mode.eps, self.mode.most_entries, self.seed, anchor, self.active, hot.ids, 0)
+        return SamplingPlan(float(self.mode.eps), self.mode.most_entries, self.seed, anchor, self.active, hot.ids, 0)
 
     def select(self) -> Any:
         return select_entries.select(self.problem, self.plan, stats=False)

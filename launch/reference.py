@@ -96,7 +96,7 @@ def sampling_noise(inputs: Inputs, mode: Sampled, exact: Reference) -> tuple[flo
         for block in _blocks(inputs):
             e, target = inputs.hidden[block].float(), inputs.target[block, None]
             z = e @ c.T
-            kept = sampling.inclusion(z, anchor[block, None], mode.eps).sub_(1.0)
+            kept = sampling.inclusion(z, anchor[block, None], float(mode.eps)).sub_(1.0)
             p = z.sub_(z.logsumexp(1, keepdim=True)).exp_()
             # Nothing is kept below 2^-24: there it is a bias, no noise, and as small.
             variance = torch.where(kept > 0, (1.0 / kept - 1.0), 1.0).mul_(p.square_())

@@ -101,7 +101,7 @@ def works(inputs: Inputs) -> dict[str, Work]:
     log_sum = partials.sum_exp.log()
     hot = torch.full((1,), -1, device=problem.target.device)
     seed = torch.ones(1, dtype=torch.int64, device=problem.target.device)
-    plan = SamplingPlan(mode.eps, mode.most_entries, seed, partials.max + log_sum, active, hot, 0)
+    plan = SamplingPlan(float(mode.eps), mode.most_entries, seed, partials.max + log_sum, active, hot, 0)
     share = torch.full_like(log_sum, 1.0 / problem.num_tokens)
     grad = LogitGradient(partials.max, log_sum, share, share, active)
     buffer = WeightGradBuffer(torch.empty_like(problem.weight), accumulate=False)

@@ -7,6 +7,7 @@ directions; the number of kept entries against the sum of their probabilities.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,6 +22,7 @@ from torch import Tensor
 import cce_tp
 from cce_tp.kernels import sampling
 from cce_tp.kernels.interface import LocalProblem
+from cce_tp.options import AUTO_EPS_RANGE, MOVES_WITH, RARE_PROBABILITY
 
 EPS = 2.0**-5
 HOT = 8
@@ -386,6 +388,12 @@ def test_one_more_collective(pool: Pool, tp: int) -> None:
     [
         ({"eps": 0.0}, "eps"),
         ({"eps": 1.5}, "eps"),
+        ({"eps": "small"}, "eps='small' must be a number or 'auto'"),
+        ({"eps": "auto"}, "eps='auto' needs tokens_per_step"),
+        ({"eps": "auto", "tokens_per_step": 0}, "tokens_per_step=0 must be at least 1"),
+        ({"eps": "auto", "tokens_per_step": 1e6}, "tokens_per_step=1000000.0 must be an int"),
+        ({"eps": "auto", "tokens_per_step": True}, "tokens_per_step=True must be an int"),
+        ({"tokens_per_step": 8192}, "tokens_per_step=8192 has no effect with eps=0.00390625"),
         ({"seed": 1.5}, "seed"),
         ({"reference_rows": 0}, "reference_rows"),
         ({"entries_per_token": -1}, "entries_per_token"),
@@ -394,3 +402,40 @@ def test_one_more_collective(pool: Pool, tp: int) -> None:
 def test_nonsense_is_named(options: dict[str, Any], word: str) -> None:
     with pytest.raises((TypeError, ValueError), match=word):
         cce_tp.Sampled(**options)
+
+
+def test_eps_auto() -> None:
+    """More tokens a step allow a larger eps; a rare row gets its entries, and the mode is one with a number."""
+    low, high = AUTO_EPS_RANGE
+    tokens = [2**power for power in range(31)]
+    chosen = [cce_tp.Sampled(eps="auto", tokens_per_step=count).eps for count in tokens]
+    assert (chosen[0], chosen[-1]) == (low, high)
+    assert all(after in (before, 2 * before) for before, after in itertools.pairwise(chosen))
+    between = [(count, eps) for count, eps in zip(tokens, chosen, strict=True) if low < eps < high]
+    assert between
+    for count, eps in between:
+        assert MOVES_WITH <= count * RARE_PROBABILITY / eps < 2 * MOVES_WITH
+
+    mode = cce_tp.Sampled(eps="auto", tokens_per_step=4096, seed=3)
+    assert mode == cce_tp.Sampled(eps=low, seed=3)
+    assert repr(mode) == repr(cce_tp.Sampled(eps=low, seed=3)), "ranks compare this"
+    assert mode.most_entries == 1.5 / low
+    assert replace(mode, seed=4) == cce_tp.Sampled(eps=low, seed=4)
+
+
+def test_eps_auto_is_that_number_in_a_call() -> None:
+    """Whoever names the tokens of a step gets the gradients of the number that they make."""
+    generator = torch.Generator().manual_seed(8)
+    e, c = torch.randn(6, 16, generator=generator), torch.randn(1500, 16, generator=generator)
+    target = torch.randint(0, 1500, (6,), generator=generator)
+
+    def gradient(mode: cce_tp.Sampled) -> Tensor:
+        leaf = c.clone().requires_grad_()
+        cce_tp.linear_cross_entropy(e, leaf, target, backward=mode).backward()
+        assert leaf.grad is not None
+        return leaf.grad
+
+    small = {"seed": 1, "reference_rows": 1}
+    auto = gradient(cce_tp.Sampled(eps="auto", tokens_per_step=2**30, **small))
+    assert torch.equal(auto, gradient(cce_tp.Sampled(eps=AUTO_EPS_RANGE[1], **small)))
+    assert not torch.equal(auto, gradient(cce_tp.Sampled(eps=AUTO_EPS_RANGE[0], **small)))
