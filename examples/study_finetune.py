@@ -34,12 +34,12 @@ class Plan:
     batch_tokens: int
     seeds: int
     vocabulary: int | None = None
-    lr_head: float = 2e-5
-    lr_adapter: float = 1e-3
+    lr_head: float = 5e-5
+    lr_adapter: float = 1e-4
 
 
 PLANS = {
-    "full": Plan(steps=240, evaluations=24, batch_tokens=1024, seeds=4),
+    "full": Plan(steps=80, evaluations=16, batch_tokens=1024, seeds=4),
     "tiny": Plan(steps=4, evaluations=2, batch_tokens=32, seeds=1, vocabulary=2500),
 }
 
