@@ -17,6 +17,11 @@ backward                  1 all-reduce SUM                                      
 backward, sequence par.   1 all-gather, 1 reduce-scatter (on gloo an all-reduce)  [N/T, D], [N, D]
 ========================= ======================================================= =================================
 
+The sampled backward may reduce in pieces, one behind the other: together they have the shape that the table says, and
+they count as the one large collective that they make up (see ``Overlap``). Gathers and reductions of ``D`` numbers a
+token are asynchronous: a gather begins before whatever doesn't need it, the reduction runs behind the rest of the
+backward pass.
+
 A group of one rank, or ``group=None``, communicates nothing. gloo sums bf16 and fp16 in fp32. The backward reductions
 happen only if the input requires a gradient. A key is (group, V, D, dtype, options, whether the input requires a
 gradient): nothing in it may differ between ranks.
@@ -27,7 +32,8 @@ same bits by construction; the reductions rely on the backend delivering the sam
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -36,7 +42,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .kernels.fold import fold, relative_to
-from .kernels.interface import Partials
+from .kernels.interface import Partials, TokenPiece
 from .options import LOW_PRECISION
 from .shard import VocabShard
 
@@ -192,7 +198,37 @@ def all_gather(local: Tensor, group: TensorParallelGroup, what: str) -> Tensor:
 
 def gather_sequence(local: Tensor, group: TensorParallelGroup) -> Tensor:
     """``[N/T, D]`` token shards to ``[N, D]``, in rank order. One collective."""
-    return local if group.is_single else all_gather(local, group, "gathering the input").flatten(0, 1)
+    return Gathering(local, group).tokens()
+
+
+class Gathering:
+    """``[N/T, D]`` token shards of all ranks on their way here: one collective, begun at once; none for one rank.
+
+    Attributes:
+        local: this rank's tokens, contiguous; held until the others' are here, since a stream of its own reads them.
+    """
+
+    def __init__(self, local: Tensor, group: TensorParallelGroup) -> None:
+        self.local = self._tokens = local
+        self._pending: Pending | None = None
+        if not group.is_single:
+            self.local = local.contiguous()
+            self._tokens = local.new_empty(group.size * local.shape[0], *local.shape[1:])
+            self._pending = _transport.all_gather(
+                self._tokens.view(-1), self.local.view(-1), group, "gathering the input", later=True
+            )
+
+    @property
+    def under_way(self) -> bool:
+        """Whether there is anything to do in the meantime."""
+        return self._pending is not None
+
+    def tokens(self) -> Tensor:
+        """``[N, D]``, in rank order, as soon as they are here."""
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+        return self._tokens
 
 
 def sum_small(local: Tensor, group: TensorParallelGroup, what: str) -> Tensor:
@@ -287,37 +323,128 @@ def reduction_dtype(input: Tensor, comm_dtype: torch.dtype | None, group: Tensor
     return torch.float32 if wanted in LOW_PRECISION and group.sums_in_fp32(input.device) else wanted
 
 
-class InputGradReduction:
-    """Sums the ranks' parts of the input gradient asynchronously: ``start``, do other work, then take ``result``."""
+@dataclass(frozen=True)
+class Overlap:
+    """What goes on behind what; the choice depends on shapes and options alone. To measure alternatives: ``overlap``.
 
-    def __init__(self, group: TensorParallelGroup, sequence_parallel: bool, dtype: torch.dtype) -> None:
+    Attributes:
+        pieces: in how many the sampled backward reduces the input's gradient, each as soon as it is done.
+        least_bytes: of a piece; what is smaller goes as a whole.
+        split_tokens: from so many tokens a rank on, the exact forward pass computes the rank's own tokens while the
+            others' are gathered; None for never.
+    """
+
+    pieces: int = 2
+    least_bytes: int = 4 * 2**20
+    split_tokens: int | None = None
+
+
+_overlap = Overlap()
+
+
+@contextmanager
+def overlap(choice: Overlap) -> Iterator[None]:
+    """Use another one within, in every thread; the same on every rank."""
+    global _overlap
+    usual, _overlap = _overlap, choice
+    try:
+        yield
+    finally:
+        _overlap = usual
+
+
+def splits_forward(local: Tensor) -> bool:
+    """Whether the exact forward pass begins with ``local``, this rank's own tokens."""
+    return _overlap.split_tokens is not None and len(local) >= _overlap.split_tokens
+
+
+def input_grad_pieces(
+    shape: Sequence[int], dtype: torch.dtype, group: TensorParallelGroup, sequence_parallel: bool
+) -> tuple[TokenPiece, ...]:
+    """The pieces in which a gradient of ``shape`` ``[N, D]`` is reduced; empty for one.
+
+    Under sequence parallelism, a piece holds as many tokens of each rank's shard: one run for each rank.
+    """
+    tokens, hidden = shape
+    number = min(_overlap.pieces, tokens * hidden * dtype.itemsize // max(1, _overlap.least_bytes))
+    runs = group.size if sequence_parallel else 1
+    length = tokens // runs
+    number = min(number, length)
+    if group.is_single or number < 2:
+        return ()
+    bounds = [length * place // number for place in range(number + 1)]
+    return tuple(TokenPiece(a, b - a, runs, length) for a, b in itertools.pairwise(bounds))
+
+
+class InputGradReduction:
+    """Sums the ranks' parts of the input gradient asynchronously: ``start``, do other work, then take ``result``.
+
+    The pieces of one gradient count as one collective: together they move what it would.
+    """
+
+    def __init__(
+        self,
+        group: TensorParallelGroup,
+        sequence_parallel: bool,
+        dtype: torch.dtype,
+        pieces: tuple[TokenPiece, ...] = (),
+    ) -> None:
         self._group = group
         self._scatter = sequence_parallel and not group.is_single
         self._dtype = dtype
-        self._work: Pending | None = None
-        self._part: Tensor | None = None
-        self._sum: Tensor | None = None
+        self._tokens = sum(piece.size for piece in pieces)
+        self._pending: list[Pending] = []
+        self._parts: list[Tensor] = []  # held until their collective was waited for
+        self._sums: list[Tensor] = []
+        self._scattered: Tensor | None = None
 
     def start(self, part: Tensor) -> None:
-        """Begin the all-reduce of ``part``, ``[N, D]``, or its reduce-scatter along the tokens. Overwrites ``part``."""
-        self._part = self._sum = part
-        if self._group.is_single:
-            return
+        """Begin the all-reduce of ``part``, or its reduce-scatter along the tokens. Overwrites ``part``.
+
+        ``[N, D]``, or piece by piece in the order of :func:`input_grad_pieces`.
+        """
+        self._parts.append(part)
+        total = part
         if self._scatter and self._group.backend(part.device) != "gloo":
-            shape = (part.shape[0] // self._group.size, *part.shape[1:])
-            self._sum = torch.empty(shape, dtype=part.dtype, device=part.device)
-            self._work = _transport.reduce_scatter(self._sum, part, self._group, REDUCING, later=True)
-        else:
-            self._work = _transport.all_reduce(part, self._group, REDUCING, later=True)
+            total = self._next_rows(part)
+            self._pending.append(_transport.reduce_scatter(total, part, self._group, REDUCING, later=True))
+        elif not self._group.is_single:
+            self._pending.append(_transport.all_reduce(part, self._group, REDUCING, later=True))
+        self._sums.append(total)
+
+    def _next_rows(self, part: Tensor) -> Tensor:
+        """Where this rank's rows of the sum go, below those of the pieces before."""
+        if self._scattered is None:
+            tokens = max(self._tokens, part.shape[0])
+            self._scattered = part.new_empty(tokens // self._group.size, *part.shape[1:])
+        first = sum(len(total) for total in self._sums)
+        return self._scattered[first : first + part.shape[0] // self._group.size]
 
     def result(self) -> Tensor | None:
         """The sum: ``[N, D]``, or this rank's ``[N/T, D]``; None if ``start`` was never called."""
-        if self._work is not None:
-            self._work.wait()
-        if self._sum is None:
+        for pending in self._pending:
+            pending.wait()
+        if not self._sums:
             return None
-        total = self._sum
-        if self._scatter and total is self._part:
-            length = total.shape[0] // self._group.size
-            total = total[self._group.rank * length : (self._group.rank + 1) * length]
-        return total.to(self._dtype)
+        sums = self._sums
+        if self._scatter and self._scattered is None:
+            sums = [self._own_rows(total) for total in sums]
+        return _joined(sums).to(self._dtype)
+
+    def _own_rows(self, total: Tensor) -> Tensor:
+        length = total.shape[0] // self._group.size
+        return total[self._group.rank * length : (self._group.rank + 1) * length]
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """Rows one below the other; without a copy where that is how they lie in memory already."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    offset = first.storage_offset()
+    for part in parts:
+        here = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() and part.is_contiguous()
+        if not here or part.storage_offset() != offset:
+            return torch.cat(parts)
+        offset += part.numel()
+    return first.as_strided((sum(len(part) for part in parts), *first.shape[1:]), first.stride())

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from . import agreement, collectives
 from .arguments import Arguments, gather_arguments, resolve_tensor_parallel_group
-from .collectives import InputGradReduction, TensorParallelGroup, resolve_group
+from .collectives import SINGLE, Gathering, InputGradReduction, TensorParallelGroup, resolve_group
 from .kernels import filtering, sampling
 from .kernels.interface import (
     FilterPlan,
@@ -40,6 +40,7 @@ from .kernels.interface import (
     SamplingPlan,
     Selection,
     TileMap,
+    TokenPiece,
     WeightGradBuffer,
 )
 from .options import Backward, Filtered, LossOptions, Sampled
@@ -127,8 +128,9 @@ class _Call:
             workspace=self.options.workspace,
         )
 
-    def gather(self, local: Tensor) -> Tensor:
-        return collectives.gather_sequence(local, self.group) if self.options.sequence_parallel else local
+    def gather(self, local: Tensor) -> Gathering:
+        """Begin to gather the tokens, where they are shared out."""
+        return Gathering(local, self.group if self.options.sequence_parallel else SINGLE)
 
     def with_global_argmax(self, partials: Partials) -> Partials:
         """Number the argmax by vocabulary ids; padding rows get numbers beyond the vocabulary."""
@@ -162,18 +164,23 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         with torch.autocast(local_input.device.type, enabled=False):
             options = call.options
+            # Whatever needs no other rank's tokens goes on while they travel.
+            gathering = call.gather(local_input)
             labels = call.labels(target, class_weight)
             smoothing_weight = call.smoothing_weight(class_weight, weight.device)
-            tokens = call.gather(local_input)
-            problem = call.problem(tokens, weight, bias, labels.local, smoothing_weight)
+            rows = _anchor_rows(call, target, labels.active)
+            partials = None
+            if rows is None and gathering.under_way and collectives.splits_forward(gathering.local):
+                partials = _partials_in_turn(call, gathering, weight, bias, labels.local, smoothing_weight)
+            problem = call.problem(gathering.tokens(), weight, bias, labels.local, smoothing_weight)
             ctx.plan = ctx.selection = None
-            if call.samples:
-                ctx.plan = _plan_sampling(call, problem, target, labels.active)
+            if call.samples and rows is not None:
+                ctx.plan = _plan_sampling(call, problem, rows, labels.active)
                 partials, ctx.selection = call.implementation.select(problem, ctx.plan, stats=options.return_stats)
-            elif call.filters:
-                ctx.plan = _plan_filter(call, problem, target, labels.active)
+            elif call.filters and rows is not None:
+                ctx.plan = _plan_filter(call, problem, rows, labels.active)
                 partials, peaks = call.implementation.screen(problem, ctx.plan, stats=options.return_stats)
-            else:
+            elif partials is None:
                 partials = call.implementation.partials(problem, stats=options.return_stats)
             mass = None if smoothing_weight is None else smoothing_weight.sum()
             whole = collectives.combine(call.with_global_argmax(partials), mass, call.shard, call.group)
@@ -227,13 +234,53 @@ def _detached_stats(
     return logprob, (whole.argmax == target) & ~nowhere, entropy
 
 
-def _plan_sampling(call: _Call, problem: LocalProblem, target: Tensor, active: Tensor) -> SamplingPlan:
+def _partials_in_turn(
+    call: _Call, gathering: Gathering, weight: Tensor, bias: Tensor | None, target: Tensor, c: Tensor | None
+) -> Partials:
+    """This rank's own tokens first, the others' when they are here; the same bits as all at once."""
+
+    def partials_of(tokens: Tensor, first: int) -> Partials:
+        problem = call.problem(tokens, weight, bias, target[first : first + len(tokens)], c)
+        return call.implementation.partials(problem, stats=call.options.return_stats)
+
+    length = len(gathering.local)
+    start = call.group.rank * length
+    own = partials_of(gathering.local, start)
+    tokens = gathering.tokens()
+    parts = [own]
+    if start > 0:
+        parts.insert(0, partials_of(tokens[:start], 0))
+    if start + length < len(tokens):
+        parts.append(partials_of(tokens[start + length :], start + length))
+    columns = {field.name: [getattr(part, field.name) for part in parts] for field in fields(Partials)}
+    joined: dict[str, Any] = {
+        name: None if values[0] is None else torch.cat(values) for name, values in columns.items()
+    }
+    return Partials(**joined)
+
+
+def _anchor_rows(call: _Call, target: Tensor, active: Tensor) -> sampling.AnchorRows | None:
+    """The rows of the classifier that a guess of the LSE comes from; None in the exact mode, which needs none."""
+    if not (call.samples or call.filters):
+        return None
+    mode, vocab_size = call.options.mode, call.shard.vocab_size
+    number = mode.reference_rows if isinstance(mode, Sampled) else filtering.REFERENCE_ROWS
+    return sampling.AnchorRows.choose(sampling.choose_hot_rows(target, active, vocab_size, number), vocab_size)
+
+
+def _anchor(call: _Call, problem: LocalProblem, rows: sampling.AnchorRows) -> Tensor:
+    """A guess of the LSE, fp32 ``[N]``. One small collective."""
+    sums = call.implementation.anchor_sums(problem, rows, call.shard.start, call.shard.num_real)
+    return sampling.anchor(collectives.sum_small(sums, call.group, "summing the anchor"), rows)
+
+
+def _plan_sampling(call: _Call, problem: LocalProblem, rows: sampling.AnchorRows, active: Tensor) -> SamplingPlan:
     """What the sampled backward needs to know before the logits are computed. One small collective."""
     mode, shard = call.options.mode, call.shard
     assert isinstance(mode, Sampled)
     device = problem.input.device
-    anchor, hot = _anchor(call, problem, target, active, mode.reference_rows)
-    local = hot.ids - shard.start
+    anchor = _anchor(call, problem, rows)
+    local = rows.hot.ids - shard.start
     return SamplingPlan(
         eps=float(mode.eps),
         budget=mode.most_entries,
@@ -245,18 +292,7 @@ def _plan_sampling(call: _Call, problem: LocalProblem, target: Tensor, active: T
     )
 
 
-def _anchor(
-    call: _Call, problem: LocalProblem, target: Tensor, active: Tensor, reference_rows: int
-) -> tuple[Tensor, sampling.HotRows]:
-    """A guess of the LSE, and the rows that it comes from. One small collective."""
-    shard = call.shard
-    hot = sampling.choose_hot_rows(target, active, shard.vocab_size, reference_rows)
-    rows = sampling.AnchorRows.choose(hot, shard.vocab_size)
-    sums = call.implementation.anchor_sums(problem, rows, shard.start, shard.num_real)
-    return sampling.anchor(collectives.sum_small(sums, call.group, "summing the anchor"), rows), hot
-
-
-def _plan_filter(call: _Call, problem: LocalProblem, target: Tensor, active: Tensor) -> FilterPlan:
+def _plan_filter(call: _Call, problem: LocalProblem, rows: sampling.AnchorRows, active: Tensor) -> FilterPlan:
     """What the filtered backward needs to know before the logits are computed. One small collective."""
     mode = call.options.mode
     assert isinstance(mode, Filtered)
@@ -268,7 +304,7 @@ def _plan_filter(call: _Call, problem: LocalProblem, target: Tensor, active: Ten
         input=mode.input,
         weight=mode.weight,
         order=order,
-        anchor=filtering.finite(_anchor(call, problem, target, active, filtering.REFERENCE_ROWS)[0]),
+        anchor=filtering.finite(_anchor(call, problem, rows)),
         active=active,
         rows=filtering.TILE_ROWS,
         cols=filtering.TILE_COLS,
@@ -308,11 +344,11 @@ def _gradients(ctx: Any, u: Tensor | None, h: Tensor | None) -> tuple[Tensor | N
     call: _Call = ctx.call
     local_input, weight, bias, target, class_weight, top, log_sum = ctx.saved_tensors
     needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+    gathering = call.gather(local_input)
     u = torch.zeros_like(top) if u is None else u.float()
     labels = call.labels(target, class_weight)
     logit_grad = _logit_gradient(call, (top, log_sum), labels, class_weight, u, None if h is None else h.float())
     smoothing_weight = call.smoothing_weight(class_weight, weight.device)
-    problem = call.problem(call.gather(local_input), weight, bias, labels.local, smoothing_weight)
 
     weight_grad = None
     destination = None
@@ -323,9 +359,14 @@ def _gradients(ctx: Any, u: Tensor | None, h: Tensor | None) -> tuple[Tensor | N
         weight_grad[call.softmax_rows :].zero_()
         destination = WeightGradBuffer(weight_grad[: call.softmax_rows], accumulate=False)
 
+    problem = call.problem(gathering.tokens(), weight, bias, labels.local, smoothing_weight)
     dtype = collectives.reduction_dtype(local_input, call.options.comm_dtype, call.group)
-    reduction = InputGradReduction(call.group, call.options.sequence_parallel, local_input.dtype)
-    request = GradientRequest(dtype if needs_input else None, destination, needs_bias)
+    sequence_parallel = call.options.sequence_parallel
+    pieces: tuple[TokenPiece, ...] = ()
+    if call.samples and needs_input:  # the other modes' is done all at once
+        pieces = collectives.input_grad_pieces(problem.input.shape, dtype, call.group, sequence_parallel)
+    reduction = InputGradReduction(call.group, sequence_parallel, local_input.dtype, pieces)
+    request = GradientRequest(dtype if needs_input else None, destination, needs_bias, pieces)
     if ctx.selection is None:
         real_bias_grad = call.implementation.gradients(problem, logit_grad, request, reduction.start)
     else:
@@ -450,7 +491,9 @@ def linear_cross_entropy(
 
     Collectives: none for a single shard. Else 1 small in the forward pass (2 in groups beyond 8, 3 with statistics; 1
     more if sampled or filtered) and 1 of ``[N, D]`` in the backward pass; sequence parallelism adds 1 of ``[N, D]`` to
-    each. The first call of a kind adds 1 small one, ``validate`` 2. See ``cce_tp.collectives`` for shapes.
+    each. The sampled backward sends its ``[N, D]`` in pieces where it is large: still the one, a part at a time. The
+    first call of a kind adds 1 small one, ``validate`` 2. See ``cce_tp.collectives`` for shapes. If a collective fails,
+    its error says what it was for.
 
     Ignored tokens: the LSE is still in the statistics; loss and gradient are 0, whatever ``input`` holds there.
 

@@ -224,7 +224,8 @@ def nothing_to_reduce(problem: LocalProblem, request: GradientRequest, on_input_
     if request.weight is not None and not request.weight.accumulate:
         request.weight.buffer.zero_()
     if request.input_dtype is not None:
-        on_input_grad(torch.zeros_like(problem.input, dtype=request.input_dtype, memory_format=torch.contiguous_format))
+        zeros = torch.zeros_like(problem.input, dtype=request.input_dtype, memory_format=torch.contiguous_format)
+        request.hand_on(zeros, on_input_grad)
     return problem.weight.new_zeros(problem.num_rows, dtype=torch.float32) if request.bias else None
 
 
@@ -348,7 +349,7 @@ class _Backward:
             if self.request.input_dtype is not None:
                 self._add_input_grad(logit_grads, start, stop)
                 if stop == self.problem.num_rows:
-                    on_input_grad(self._finish_input_grad())
+                    self.request.hand_on(self._finish_input_grad(), on_input_grad)
             if self.request.weight is not None:
                 self._write_weight_grad(logit_grads, start, stop)
         return self.bias_grad

@@ -741,7 +741,7 @@ class _Backward:
             if self.accumulator is not None:
                 self._add_input_grad(number)
                 if number == self.rounds.number - 1:
-                    on_input_grad(self._finish_input_grad())
+                    self.request.hand_on(self._finish_input_grad(), on_input_grad)
             if self.by_weight:
                 self._list_columns(number)
             if self.request.weight is not None:

@@ -99,7 +99,8 @@ def gradients(
 
     if input_grad is not None and request.input_dtype is not None:
         input_grad.masked_fill_(undefined(logit_grad)[:, None], float("nan"))
-        on_input_grad(input_grad.masked_fill_(~logit_grad.active[:, None], 0.0).to(request.input_dtype))
+        input_grad.masked_fill_(~logit_grad.active[:, None], 0.0)
+        request.hand_on(input_grad.to(request.input_dtype), on_input_grad)
     return bias_grad
 
 

@@ -22,7 +22,7 @@ G      [N, V]       gradient of the loss in z
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -136,6 +136,27 @@ class WeightGradBuffer:
 
 
 @dataclass(frozen=True)
+class TokenPiece:
+    """Tokens whose rows of the gradient of E are handed on together: some runs of neighbours, ``stride`` apart."""
+
+    first: int
+    length: int
+    runs: int = 1
+    stride: int = 0
+
+    @property
+    def size(self) -> int:
+        """How many tokens."""
+        return self.length * self.runs
+
+    def ranges(self) -> Iterator[tuple[int, int]]:
+        """First token of each run, and the one behind its last."""
+        for run in range(self.runs):
+            start = self.first + run * self.stride
+            yield start, start + self.length
+
+
+@dataclass(frozen=True)
 class GradientRequest:
     """Which gradients to compute, and into what.
 
@@ -143,11 +164,22 @@ class GradientRequest:
         input_dtype: dtype for this rank's part of the gradient of E, or None if it is not needed.
         weight: destination for the gradient of C, or None if it is not needed.
         bias: whether the gradient of b is needed.
+        pieces: the gradient of E is handed on in these, one behind the other; they hold every token once. Empty: as a
+            whole, in the order of the tokens.
     """
 
     input_dtype: torch.dtype | None
     weight: WeightGradBuffer | None
     bias: bool
+    pieces: tuple[TokenPiece, ...] = ()
+
+    def hand_on(self, whole: Tensor, on_input_grad: InputGradReady) -> None:
+        """Give away the gradient of E, ``[N, D]`` in the order of the tokens, as was asked for."""
+        for piece in self.pieces:
+            runs = [whole[start:stop] for start, stop in piece.ranges()]
+            on_input_grad(runs[0] if len(runs) == 1 else torch.cat(runs))
+        if not self.pieces:
+            on_input_grad(whole)
 
 
 @dataclass(frozen=True)
@@ -236,8 +268,9 @@ class TileMap:
 
 
 InputGradReady = Callable[[Tensor], None]
-"""Called once with this rank's part of the gradient of E, ``[N, D]``, as soon as it is complete: the caller starts its
-reduction over the group there, behind what is left of the weight gradient."""
+"""Called with this rank's part of the gradient of E, ``[N, D]``, as soon as it is complete, or with each of the pieces
+asked for, contiguous and in their order: the caller starts the reduction over the group there, behind what is left of
+the work. Rows given away are not touched again."""
 
 
 class LocalImplementation(Protocol):

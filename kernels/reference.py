@@ -226,5 +226,5 @@ def gradients(
 
     if input_grad is not None and request.input_dtype is not None:
         input_grad.masked_fill_(~logit_grad.active[:, None], 0.0)
-        on_input_grad(input_grad.to(request.input_dtype))
+        request.hand_on(input_grad.to(request.input_dtype), on_input_grad)
     return bias_grad

@@ -4,7 +4,8 @@
    products make their part of grad E (in the result, rounded there) and of grad C (fp32).
 2. *grad E*, one program a token: it walks the token's list a few entries at a time. Gathering row v of C once gives the
    logit (an fp32 dot product with the token's row of E), hence the weight, and then adds ``weight * C_v`` in registers.
-   The target's own entry, unless hot, comes last and is exact. Weights are kept, one a slot, for
+   The target's own entry, unless hot, comes last and is exact. Tokens are taken piece by piece where pieces are asked
+   for, in the pieces' order, which is also that of the result's rows. Weights are kept, one a slot, for
 3. *grad C*: the entries are transposed first. Each slot counts itself in at its column (integer
    atomics), columns get consecutive places, and within a column entries are put back into ascending order, so neither
    the sums nor their last bits depend on what the atomics did. Then each row of grad C is summed in registers and
@@ -24,6 +25,7 @@ Numerics:
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -31,7 +33,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .interface import GradientRequest, InputGradReady, LocalProblem, LogitGradient, SamplingPlan
+from .interface import GradientRequest, InputGradReady, LocalProblem, LogitGradient, SamplingPlan, TokenPiece
 from .logits import LOG2E, LogitOperands, finish_logits, grouped_tile, row_products, tanh
 from .matmul import product
 from .select_entries import WORD_BITS, Selection
@@ -134,7 +136,13 @@ def _entries(o, rows, n, size, target, has_target, budget):  # type: ignore[no-u
     return tl.where(m_target, target.to(tl.int32), b_row), m_list | m_target, m_target
 
 
-@triton.jit(do_not_specialize=["budget"])
+@triton.jit
+def _token(i, first, length, stride):  # type: ignore[no-untyped-def]
+    """The token at place ``i`` of a ``TokenPiece``."""
+    return (first + i // length * stride + i % length).to(tl.int64)
+
+
+@triton.jit(do_not_specialize=["budget", "first", "length", "stride", "first_row"])
 def _input_grad_kernel(  # type: ignore[no-untyped-def]
     input,
     weight,
@@ -154,6 +162,10 @@ def _input_grad_kernel(  # type: ignore[no-untyped-def]
     out,
     slot_grads,
     budget,
+    first,
+    length,
+    stride,
+    first_row,
     hidden,
     input_stride_n,
     input_stride_d,
@@ -175,16 +187,17 @@ def _input_grad_kernel(  # type: ignore[no-untyped-def]
     STAGES: tl.constexpr,
 ):
     """One token whose row lies in registers: dot products and sums in one pass over its rows of C."""
-    n = tl.program_id(0).to(tl.int64)
+    n = _token(tl.program_id(0), first, length, stride)
+    row = (first_row + tl.program_id(0)).to(tl.int64)
     o_d = tl.arange(0, MAIN)
     m_d = o_d < hidden
     if WRITE:
-        p_out = out + n * hidden + o_d
+        p_out = out + row * hidden + o_d
     if REST > 0:
         o_r = MAIN + tl.arange(0, REST)
         m_r = o_r < hidden
         if WRITE:
-            p_out_r = out + n * hidden + o_r
+            p_out_r = out + row * hidden + o_r
     if not tl.load(active + n):
         if WRITE:
             tl.store(p_out, tl.zeros((MAIN,), dtype=tl.float32).to(out.dtype.element_ty), mask=m_d)
@@ -209,8 +222,8 @@ def _input_grad_kernel(  # type: ignore[no-untyped-def]
             b_e_r = b_e_r.to(tl.float32)
             b_acc_r = tl.zeros((REST,), dtype=tl.float32)
 
-        for first in tl.range(0, size + has_target, AT_ONCE, num_stages=STAGES):
-            o = first + tl.arange(0, AT_ONCE)
+        for place in tl.range(0, size + has_target, AT_ONCE, num_stages=STAGES):
+            o = place + tl.arange(0, AT_ONCE)
             b_row, m_entry, m_target = _entries(o, rows, n, size, b_target, has_target, budget)
             p_row = weight + b_row.to(tl.int64) * weight_stride_v
             b_c = tl.load(
@@ -309,7 +322,7 @@ def _long_weights_kernel(  # type: ignore[no-untyped-def]
             tl.store(slot_grads + n * (budget + 1) + o, b_g, mask=m_entry)
 
 
-@triton.jit(do_not_specialize=["budget", "num_blocks"])
+@triton.jit(do_not_specialize=["budget", "first", "length", "stride", "first_row", "num_blocks"])
 def _long_input_grad_kernel(  # type: ignore[no-untyped-def]
     weight,
     target,
@@ -322,6 +335,10 @@ def _long_input_grad_kernel(  # type: ignore[no-untyped-def]
     out,
     slot_grads,
     budget,
+    first,
+    length,
+    stride,
+    first_row,
     hidden,
     num_blocks,
     weight_stride_v,
@@ -333,17 +350,18 @@ def _long_input_grad_kernel(  # type: ignore[no-untyped-def]
     AT_ONCE: tl.constexpr,
 ):
     """One piece of one token's row of grad E, from weights that are known."""
-    n = (tl.program_id(0) // num_blocks).to(tl.int64)
+    place = tl.program_id(0) // num_blocks
+    n = _token(place, first, length, stride)
     o_d = (tl.program_id(0) % num_blocks * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     m_d = o_d < hidden
-    p_out = out + n * hidden + o_d
+    p_out = out + (first_row + place).to(tl.int64) * hidden + o_d
     b_acc = tl.zeros((BLOCK,), dtype=tl.float32)
     if tl.load(active + n):
         size = tl.minimum(tl.load(found + n), budget)
         b_target = tl.load(target + n)
         has_target = _has_cold_target(b_target, cold)
-        for first in range(0, size + has_target, AT_ONCE):
-            o = first + tl.arange(0, AT_ONCE)
+        for start in range(0, size + has_target, AT_ONCE):
+            o = start + tl.arange(0, AT_ONCE)
             b_row, m_entry, _ = _entries(o, rows, n, size, b_target, has_target, budget)
             b_g = tl.load(slot_grads + n * (budget + 1) + o, mask=m_entry, other=0.0)
             p = weight + b_row.to(tl.int64)[:, None] * weight_stride_v + o_d[None, :] * weight_stride_d
@@ -735,7 +753,8 @@ def _nothing_to_sample(problem: LocalProblem, request: GradientRequest, on_input
     if request.weight is not None and not request.weight.accumulate:
         request.weight.buffer.zero_()
     if request.input_dtype is not None:
-        on_input_grad(torch.zeros_like(problem.input, dtype=request.input_dtype, memory_format=torch.contiguous_format))
+        zeros = torch.zeros_like(problem.input, dtype=request.input_dtype, memory_format=torch.contiguous_format)
+        request.hand_on(zeros, on_input_grad)
     return problem.weight.new_zeros(problem.num_rows, dtype=torch.float32) if request.bias else None
 
 
@@ -780,6 +799,7 @@ class _Backward:
             self.smoothing = logit_grad.smoothing.contiguous()
             self.smoothing_weight = problem.smoothing_weight.contiguous()
         self.columns = request.weight is not None or request.bias
+        self.pieces = request.pieces or (TokenPiece(0, problem.num_tokens),)
         self.input_grad = None
         if request.input_dtype is not None:
             self.input_grad = problem.input.new_empty(problem.input.shape, dtype=request.input_dtype)
@@ -788,9 +808,7 @@ class _Backward:
         hot = self._hot_part() if self.plan.hot.numel() > 0 else None
         slots = self.problem.num_tokens * (self.selection.budget + 1)
         slot_grads = self.problem.input.new_empty(slots, dtype=torch.float32)
-        self._entry_pass(slot_grads, has_hot=hot is not None)
-        if self.input_grad is not None:
-            on_input_grad(self.input_grad)
+        self._entry_pass(slot_grads, on_input_grad, has_hot=hot is not None)
         if not self.columns:
             return None
         starts, ordered = self._transpose(slots)
@@ -846,15 +864,28 @@ class _Backward:
                 safe = self._safe_input(start, stop)
                 product(weight_grad, g.T, safe, accumulate=start > 0, factor=inverse_factor, library=self.library)
             if self.input_grad is not None:
-                out = self.input_grad[start:stop]
-                product(out, g, weight, accumulate=False, factor=inverse_factor, library=self.library)
+                for first, last, row in self._rows_of(start, stop):
+                    out, part_g = self.input_grad[row : row + last - first], g[first - start : last - start]
+                    product(out, part_g, weight, accumulate=False, factor=inverse_factor, library=self.library)
         return _HotPart(place, weight_grad, bias_grad)
+
+    def _rows_of(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Tokens from ``start`` to ``stop`` as neighbours also in grad E: first, one behind the last, and first row."""
+        row = 0
+        for piece in self.pieces:
+            for first, last in piece.ranges():
+                low, high = max(first, start), min(last, stop)
+                if low < high:
+                    yield low, high, row + low - first
+                row += last - first
 
     def _safe_input(self, start: int, stop: int) -> Tensor:
         """E with 0 in rows without gradient, which may hold NaN; in the memory of grad E's result if it fits there."""
         part = self.problem.input[start:stop]
         out = None
-        if self.input_grad is not None and self.input_grad.element_size() == part.element_size():
+        # Rows of other tokens may be done already, and with runs these rows can be theirs.
+        unused = stop - start == self.problem.num_tokens or all(piece.runs == 1 for piece in self.pieces)
+        if unused and self.input_grad is not None and self.input_grad.element_size() == part.element_size():
             out = self.input_grad[start:stop].view(part.dtype)
         zero = torch.zeros((), dtype=part.dtype, device=part.device)
         return torch.where(self.active[start:stop, None], part, zero, out=out)
@@ -870,25 +901,35 @@ class _Backward:
 
     # -- grad E, and the weights of all entries
 
-    def _entry_pass(self, slot_grads: Tensor, *, has_hot: bool) -> None:
-        problem, selection = self.problem, self.selection
+    def _entry_pass(self, slot_grads: Tensor, on_input_grad: InputGradReady | None = None, *, has_hot: bool) -> None:
+        """Piece by piece, each given away at once."""
         smoothed = None
         if self.smoothing_weight is not None and self.input_grad is not None:
-            smoothed = weighted_sum(problem.weight, self.smoothing_weight, None)
+            smoothed = weighted_sum(self.problem.weight, self.smoothing_weight, None)
+        row = 0
+        for piece in self.pieces:
+            self._enter(piece, row, slot_grads, smoothed, has_hot)
+            if self.input_grad is not None and on_input_grad is not None:
+                on_input_grad(self.input_grad[row : row + piece.size])
+            row += piece.size
+
+    def _enter(self, piece: TokenPiece, row: int, slot_grads: Tensor, smoothed: Tensor | None, has_hot: bool) -> None:
+        """Weights of a piece's entries, and its part of grad E, whose first row is ``row``."""
+        problem, selection = self.problem, self.selection
         lists = (self.target, selection.cold, selection.rows, selection.found)
         vectors = (self.anchor, self.max, self.log_sum, self.prob, self.target_factor)
+        place = (piece.first, piece.length, piece.stride, row)
         scalars = (problem.logit_scale, problem.softcap or 1.0, -math.log2(self.plan.eps))
         flags = {
             "HAS_BIAS": self.bias is not None,
             "HAS_SCALE": problem.logit_scale != 1.0,
             "HAS_SOFTCAP": problem.softcap is not None,
         }
-        grid = (problem.num_tokens,)
         if problem.hidden_size <= MOST_IN_REGISTERS:
             width = _Width.of(problem.hidden_size)
-            _input_grad_kernel[grid](
+            _input_grad_kernel[(piece.size,)](
                 problem.input, problem.weight, self.bias, *lists, *vectors, self.smoothing, smoothed,
-                self.active, self.input_grad, slot_grads, selection.budget, problem.hidden_size,
+                self.active, self.input_grad, slot_grads, selection.budget, *place, problem.hidden_size,
                 *problem.input.stride(), *problem.weight.stride(), *scalars,
                 HAS_SMOOTHING=smoothed is not None, HAS_HOT=has_hot, WRITE=self.input_grad is not None,
                 KEEP=self.columns, MAIN=width.main, REST=width.rest,
@@ -896,17 +937,18 @@ class _Backward:
                 **flags,
             )  # fmt: skip
             return
-        _long_weights_kernel[grid](
-            problem.input, problem.weight, self.bias, *lists, *vectors,
-            self.active, slot_grads, selection.budget, problem.hidden_size,
-            *problem.input.stride(), *problem.weight.stride(), *scalars,
-            BLOCK=LONG_BLOCK, AT_ONCE=4, num_warps=4, **flags,
-        )  # fmt: skip
+        if row == 0:  # all tokens' at once
+            _long_weights_kernel[(problem.num_tokens,)](
+                problem.input, problem.weight, self.bias, *lists, *vectors,
+                self.active, slot_grads, selection.budget, problem.hidden_size,
+                *problem.input.stride(), *problem.weight.stride(), *scalars,
+                BLOCK=LONG_BLOCK, AT_ONCE=4, num_warps=4, **flags,
+            )  # fmt: skip
         if self.input_grad is not None:
             blocks = triton.cdiv(problem.hidden_size, LONG_BLOCK)
-            _long_input_grad_kernel[(problem.num_tokens * blocks,)](
+            _long_input_grad_kernel[(piece.size * blocks,)](
                 problem.weight, *lists, self.smoothing, smoothed, self.active, self.input_grad, slot_grads,
-                selection.budget, problem.hidden_size, blocks, *problem.weight.stride(), problem.logit_scale,
+                selection.budget, *place, problem.hidden_size, blocks, *problem.weight.stride(), problem.logit_scale,
                 HAS_SMOOTHING=smoothed is not None, HAS_HOT=has_hot, BLOCK=LONG_BLOCK, AT_ONCE=4, num_warps=4,
             )  # fmt: skip
 

@@ -105,7 +105,8 @@ def gradients(
         touched = None if logit_grad.smoothing is not None else occurring
         _store(request.weight, total.weight, touched)
     if total.input is not None and request.input_dtype is not None:
-        on_input_grad(total.input.masked_fill_(~logit_grad.active[:, None], 0.0).to(request.input_dtype))
+        whole = total.input.masked_fill_(~logit_grad.active[:, None], 0.0).to(request.input_dtype)
+        request.hand_on(whole, on_input_grad)
     return total.bias
 
 

@@ -36,6 +36,7 @@ from torch import Tensor
 
 import cce_tp
 from cce_tp import collectives
+from cce_tp.collectives import Overlap
 from cce_tp.options import Backward
 
 from . import bench_logits, bench_tp_model, bench_tp_trace, runtime
@@ -486,6 +487,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--eps", type=probability, default=2.0**-8, help="of the sampled mode")
     parser.add_argument("--repeats", type=positive, default=12, help="runs of each; fewer of Megatron above 50 ms")
+    parser.add_argument("--pieces", type=positive, metavar="NUMBER", help="in which sampled reduces the gradient of E")
+    parser.add_argument(
+        "--split-forward", action="store_true", help="exact, sequence parallel: own tokens while the others' travel"
+    )  # fmt: skip
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="cpu: by the wall clock")
     parser.add_argument(
         "--trace", type=writable_file, metavar="PNG", help="draw what the first shape's sampled step does when"
@@ -523,7 +528,8 @@ def run(options: argparse.Namespace) -> int:
             raise UsageError("--trace needs GPUs")
         layouts = {"off": [False], "on": [True], "both": [False, True]}[options.sequence_parallel]
         plan = Plan(methods, layouts, dtype_of(options.dtype), options.eps, options.repeats)
-        _measure_all(options, plan, logits, model, place, output)
+        with collectives.overlap(_overlap(options)):
+            _measure_all(options, plan, logits, model, place, output)
     finally:
         _forget_megatron()
         runtime.finalize()
@@ -539,6 +545,14 @@ def _chosen(texts: str | None) -> list[str]:
     if unknown is not None or not wanted:
         raise UsageError(f"--methods: no name contains {unknown or texts!r}: {'; '.join(every)}")
     return [name for name in every if any(text in name for text in wanted)]
+
+
+def _overlap(options: argparse.Namespace) -> Overlap:
+    """The library's own choice, but for what was asked for."""
+    choice = Overlap()
+    if options.pieces is not None:
+        choice = replace(choice, pieces=options.pieces)
+    return replace(choice, split_tokens=1) if options.split_forward else choice
 
 
 def _forget_megatron() -> None:
@@ -573,7 +587,7 @@ def _measure_all(
         if options.trace is not None and len(cases) == 1:
             _trace(problem, plan, place, options.trace)
         if place.rank == 0 and options.json is not None:
-            _write(options.json, cases, links)
+            _write(options.json, cases, links, _overlap(options))
         del problem, meter
         gc.collect()
         if place.on_gpu:
@@ -612,13 +626,13 @@ def _trace(problem: Problem, plan: Plan, place: Place, path: Path) -> None:
         bench_tp_trace.draw(timelines, title, path)
 
 
-def _write(path: Path, cases: Sequence[Case], links: Sequence[Link]) -> None:
+def _write(path: Path, cases: Sequence[Case], links: Sequence[Link], choice: Overlap) -> None:
     found = []
     for case in cases:
         rows = [asdict(row) | {"exposed": row.exposed, "efficiency": row.efficiency(case.tp)} for row in case.rows]
         found.append({**asdict(case), "rows": rows})
     connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
-    about = {"versions": versions(), "CUDA_DEVICE_MAX_CONNECTIONS": connections}
+    about = {"versions": versions(), "CUDA_DEVICE_MAX_CONNECTIONS": connections, "overlap": asdict(choice)}
     path.write_text(json.dumps(about | {"cases": found, "links": [asdict(link) for link in links]}, indent=2) + "\n")
 
 

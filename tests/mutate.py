@@ -58,7 +58,7 @@ class Result:
     seconds: float
 
 
-_REDUCE = "self._work = _transport.all_reduce(part, self._group, REDUCING, later=True)"
+_REDUCE = "self._pending.append(_transport.all_reduce(part, self._group, REDUCING, later=True))"
 _UNBIASED = "test_sampled.py::test_unbiased_with_the_variance_of_the_formula[plain]"
 _FILTERED = "test_filtered.py::test_option_alone[plain]"
 _REPLICAS = "test_sampled.py::test_steps_and_replicas_draw_differently_and_ranks_of_a_group_alike"
@@ -67,8 +67,8 @@ MUTATIONS = (
     Mutation(
         "the input's gradient is not reduced",
         COLLECTIVES,
-        "self._part = self._sum = part\n        if self._group.is_single:",
-        "self._part = self._sum = part\n        if self._group.size:",
+        "elif not self._group.is_single:",
+        "elif self._group.is_single:",
         ("test_cases.py::test_b02_input_grad_is_summed_over_the_group[2]",),
     ),
     Mutation(
@@ -221,8 +221,8 @@ MUTATIONS = (
     Mutation(
         "the sequence's gradient goes to the next rank",
         COLLECTIVES,
-        "total = total[self._group.rank * length : (self._group.rank + 1) * length]",
-        "total = total.roll(length, 0)[self._group.rank * length : (self._group.rank + 1) * length]",
+        "return total[self._group.rank * length : (self._group.rank + 1) * length]",
+        "return total.roll(length, 0)[self._group.rank * length : (self._group.rank + 1) * length]",
         ("test_cases.py::test_b39_sequence_parallel",),
     ),
     Mutation(

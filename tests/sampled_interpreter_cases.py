@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("TRITON_INTERPRET=1 is not set", allow_module_level=True)
 
 from cce_tp.kernels import sampled, sampled_reference, select_entries, tiles
-from cce_tp.kernels.interface import GradientRequest, WeightGradBuffer
+from cce_tp.kernels.interface import GradientRequest, TokenPiece, WeightGradBuffer
 
 NAN = float("nan")
 TOLERANCE = 1e-5
@@ -175,6 +176,21 @@ def test_one_gradient_alone(wanted: str) -> None:
         assert relative_error(bias, right.bias) < TOLERANCE
     if wanted == "weight":
         assert relative_error(buffer, right.weight) < TOLERANCE
+
+
+IN_RUNS = (TokenPiece(0, 1, 2, 6), TokenPiece(1, 3, 2, 6), TokenPiece(4, 2, 2, 6))
+
+
+def test_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits, but for the hot rows' products, which take a tile of tokens at a time."""
+    monkeypatch.setattr(sampled, "HOT_BYTES", 1)
+    monkeypatch.setattr(tiles, "_INTERPRETER", replace(tiles._INTERPRETER, rows=4))
+    case = SampledCase.make(small(tokens=12, hidden=12, rows=33, bias=True, smoothing=True, inactive=0.2))
+    run = partial(run_sampled, select_entries.select, sampled.sampled_gradients, case)
+    whole, parts = run().gradients, run(pieces=IN_RUNS).gradients
+    assert relative_error(parts.input, whole.input) < 1e-6
+    assert torch.equal(parts.weight, whole.weight)
+    assert torch.equal(parts.bias, whole.bias)
 
 
 @pytest.mark.parametrize("input_dtype", [torch.float32, torch.bfloat16])

@@ -18,6 +18,7 @@ from cce_tp.kernels.interface import (
     LogitGradient,
     Partials,
     SamplingPlan,
+    TokenPiece,
     WeightGradBuffer,
 )
 from cce_tp.kernels.select_entries import Selection
@@ -78,19 +79,34 @@ def run_sampled(
     stats: bool = False,
     buffer: Tensor | None = None,
     input_dtype: torch.dtype = torch.float32,
+    pieces: tuple[TokenPiece, ...] = (),
 ) -> Ran:
-    """Forward and backward; a buffer is accumulated into, without one the result is written over NaN."""
+    """Forward and backward; a buffer is accumulated into, without one the result is written over NaN.
+
+    Pieces of the input's gradient are put back into the tokens' order.
+    """
     partials, selection = select(case.problem, case.plan, stats=stats)
     accumulate = buffer is not None
     if buffer is None:
         buffer = torch.full(case.problem.weight.shape, float("nan"), device=case.problem.weight.device)
     handed: list[Tensor] = []
-    request = GradientRequest(input_dtype, WeightGradBuffer(buffer, accumulate), True)
+    request = GradientRequest(input_dtype, WeightGradBuffer(buffer, accumulate), True, pieces)
     bias = backward(case.problem, case.plan, selection, case.logit_grad, request, handed.append)
     assert bias is not None
     assert bias.dtype == torch.float32
-    assert len(handed) == 1
-    return Ran(partials, selection, Gradients(handed[0], buffer, bias))
+    return Ran(partials, selection, Gradients(in_order(handed, pieces), buffer, bias))
+
+
+def in_order(handed: list[Tensor], pieces: tuple[TokenPiece, ...]) -> Tensor:
+    """The input's gradient from its pieces, in the order of the tokens."""
+    if not pieces:
+        (whole,) = handed
+        return whole
+    assert [len(part) for part in handed] == [piece.size for piece in pieces]
+    assert all(part.is_contiguous() for part in handed)
+    rows = [n for piece in pieces for start, stop in piece.ranges() for n in range(start, stop)]
+    assert sorted(rows) == list(range(len(rows)))
+    return torch.cat(handed)[torch.tensor(rows, device=handed[0].device).argsort()]
 
 
 def lists(selection: Selection) -> list[list[int]]:

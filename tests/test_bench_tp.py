@@ -168,7 +168,7 @@ def test_results_are_written(tmp_path: Path) -> None:
     peer = bench_tp.Row(MEGATRON[0], True, ms=9.0, peak_bytes=100)
     links = [Link("all-reduce", 0.0, 1e-9, {4: 1.0})]
     case = bench_tp.Case(SHAPE, 2, "random", "float32", "CPU", 2, 1.0, [row, peer], [])
-    bench_tp._write(tmp_path / "tp.json", [case], links)
+    bench_tp._write(tmp_path / "tp.json", [case], links, library_collectives.Overlap())
     found = json.loads((tmp_path / "tp.json").read_text())
     assert found["cases"][0]["rows"][0]["exposed"] == pytest.approx(1 / 3)
     assert found["cases"][0]["rows"][0]["efficiency"] == pytest.approx(2 / 3)

@@ -9,9 +9,11 @@ import pytest
 import torch
 from distributed import Collective, Pool, Rank
 from oracle import Options
-from problems import Spec, run_spec
+from problems import RankResult, Spec, run_spec
 
+import cce_tp
 from cce_tp import collectives as library_collectives
+from cce_tp.collectives import Overlap
 
 N, D = 8, 16
 PLAIN = Spec(shape=(N,), hidden=D, vocab=37, split="chunk")
@@ -116,6 +118,75 @@ def test_number_and_shapes_do_not_depend_on_data(pool: Pool, split: str, ignored
 def test_low_precision_is_summed_in_fp32_on_gloo(pool: Pool) -> None:
     _, second = record(pool, 2, replace(PLAIN, dtype=torch.bfloat16))
     assert second[-1][1:] == ((N, D), torch.float32)
+
+
+# -- pieces
+
+
+def _overlapped(rank: Rank, spec: Spec, keywords: dict[str, Any], choice: Overlap | None) -> RankResult:
+    with library_collectives.overlap(choice or library_collectives.Overlap(pieces=1)):
+        return run_spec(rank, spec, rank.size, **keywords)
+
+
+IN_PIECES = Overlap(pieces=3, least_bytes=0)
+SAMPLED = cce_tp.Sampled(eps=2.0**-3, seed=5, reference_rows=4)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize(("tp", "vocab"), [(2, 37), (4, 37), (4, 3)])
+def test_pieces_of_the_input_gradient(pool: Pool, tp: int, vocab: int, sequence_parallel: bool) -> None:
+    """The sampled backward reduces in pieces, which add up to what it would send at once; empty shards, too."""
+    spec = replace(PLAIN, shape=(16,), vocab=vocab, ignored=0.2, split="chunk", bias=True)
+    keywords = {"backward": SAMPLED, "sequence_parallel": sequence_parallel}
+    whole = pool.run(tp, _overlapped, spec, keywords, None)
+    parts = pool.run(tp, _overlapped, spec, keywords, IN_PIECES)
+    for one, other in zip(whole, parts, strict=True):
+        assert torch.equal(one.grad_weight, other.grad_weight)
+        torch.testing.assert_close(one.grad_input, other.grad_input, rtol=0, atol=1e-7)  # ranks in another order
+        reduced = [seen for seen in one.collectives if seen.shape[-1] == D]
+        in_parts = [seen for seen in other.collectives if seen.shape[-1] == D]
+        assert len(in_parts) == len(reduced) + 2
+        assert sum(numel(seen.shape) for seen in in_parts) == sum(numel(seen.shape) for seen in reduced)
+
+
+@pytest.mark.parametrize("mode", ["exact", "filtered"])
+def test_other_modes_reduce_at_once(pool: Pool, mode: str) -> None:
+    results = pool.run(2, _overlapped, PLAIN, {"backward": mode}, IN_PIECES)
+    assert len([seen for seen in results[0].collectives if seen.shape == (N, D)]) == 1
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("size", [2, 4])
+def test_pieces_hold_every_token_once(size: int, sequence_parallel: bool) -> None:
+    group = library_collectives.TensorParallelGroup(None, 0, size)
+    pieces = library_collectives.input_grad_pieces((8192, 2304), torch.bfloat16, group, sequence_parallel)
+    assert len(pieces) == Overlap().pieces
+    tokens = [n for piece in pieces for start, stop in piece.ranges() for n in range(start, stop)]
+    assert sorted(tokens) == list(range(8192))
+    if sequence_parallel:  # each rank's rows of a piece, in rank order
+        first = [n // (8192 // size) for start, stop in pieces[0].ranges() for n in range(start, stop)]
+        assert first == [rank for rank in range(size) for _ in range(pieces[0].length)]
+
+
+@pytest.mark.parametrize(("tokens", "size"), [(0, 2), (1, 2), (512, 2), (8192, 1)])
+def test_little_goes_at_once(tokens: int, size: int) -> None:
+    group = library_collectives.TensorParallelGroup(None, 0, size)
+    assert library_collectives.input_grad_pieces((tokens, 2304), torch.bfloat16, group, False) == ()
+
+
+@pytest.mark.parametrize("options", [Options(), Options(label_smoothing=0.1)], ids=["plain", "smoothing"])
+@pytest.mark.parametrize("tp", [2, 4])
+def test_own_tokens_first(pool: Pool, options: Options, tp: int) -> None:
+    """Under sequence parallelism the exact forward may begin before the others' tokens are here: the same bits."""
+    spec = replace(PLAIN, shape=(12,), ignored=0.2, options=options, lse_grad=True, bias=True)
+    whole = pool.run(tp, _overlapped, spec, {"sequence_parallel": True}, None)
+    split = pool.run(tp, _overlapped, spec, {"sequence_parallel": True}, Overlap(split_tokens=1))
+    for one, other in zip(whole, split, strict=True):
+        sent, sent_in_turn = ([s for s in each.collectives if s.dtype != torch.uint8] for each in (one, other))
+        assert sent == sent_in_turn
+        for name in ("loss", "lse", "grad_input", "grad_weight"):
+            assert torch.equal(getattr(one, name), getattr(other, name)), name
+        assert all(torch.equal(one.stats[name], other.stats[name]) for name in ("correct", "entropy"))
 
 
 @pytest.mark.parametrize("options", [Options(), Options(label_smoothing=0.1, softcap=2.0)])
