@@ -270,8 +270,8 @@ class DeepSpeed(Method):
 
 
 def ours(eps: float) -> list[Method]:
-    filters = [cce_tp.Filtered(eps=FILTER_EPS, order=order) for order in ORDERS]
-    return [Ours(mode) for mode in (cce_tp.Exact(), *filters, cce_tp.Sampled(eps=eps))]
+    filters = [Ours(cce_tp.Filtered(eps=FILTER_EPS, order=order)) for order in ORDERS]
+    return [Ours(cce_tp.Exact()), *filters, Ours(cce_tp.Sampled(eps=eps))]
 
 
 def peers() -> list[Method]:
