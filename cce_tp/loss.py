@@ -263,15 +263,16 @@ def _anchor_rows(call: _Call, target: Tensor, active: Tensor) -> sampling.Anchor
     """The rows of the classifier that a guess of the LSE comes from; None in the exact mode, which needs none."""
     if not (call.samples or call.filters):
         return None
-    mode, vocab_size = call.options.mode, call.shard.vocab_size
+    mode, shard = call.options.mode, call.shard
     number = mode.reference_rows if isinstance(mode, Sampled) else filtering.REFERENCE_ROWS
-    return sampling.AnchorRows.choose(sampling.choose_hot_rows(target, active, vocab_size, number), vocab_size)
+    ids = sampling.RowIds(shard.vocab_size, shard.start, shard.num_real, call.softmax_rows)
+    return call.implementation.anchor_rows(target, active, ids, number)
 
 
 def _anchor(call: _Call, problem: LocalProblem, rows: sampling.AnchorRows) -> Tensor:
     """A guess of the LSE, fp32 ``[N]``. One small collective."""
-    sums = call.implementation.anchor_sums(problem, rows, call.shard.start, call.shard.num_real)
-    return sampling.anchor(collectives.sum_small(sums, call.group, "summing the anchor"), rows)
+    sums = collectives.sum_small(call.implementation.anchor_sums(problem, rows), call.group, "summing the anchor")
+    return call.implementation.anchor(sums, rows)
 
 
 def _plan_sampling(call: _Call, problem: LocalProblem, rows: sampling.AnchorRows, active: Tensor) -> SamplingPlan:
@@ -280,14 +281,14 @@ def _plan_sampling(call: _Call, problem: LocalProblem, rows: sampling.AnchorRows
     assert isinstance(mode, Sampled)
     device = problem.input.device
     anchor = _anchor(call, problem, rows)
-    local = rows.hot.ids - shard.start
     return SamplingPlan(
         eps=float(mode.eps),
         budget=mode.most_entries,
         seed=sampler.next_seed(device, call.group) if mode.seed is None else fixed_seed(mode.seed, device),
         anchor=anchor,
         active=active,
-        hot=torch.where((local >= 0) & (local < shard.num_real), local, -1),
+        hot=rows.hot,
+        hot_place=rows.place,
         first_id=shard.start,
     )
 

@@ -1,14 +1,22 @@
 """The sampled mode's look ahead: what the anchor needs to know of a batch's hot rows and of a sample of the others.
 
-One product of all tokens with the few rows looked at, reduced on chip to four sums a token; the target, where it is not
-hot, is one more dot product. See ``sampling.anchor_sums``, the same in plain PyTorch, for what is summed.
+1. Targets are counted, and so is how many ids were a target at least c times: integers, whose sums don't depend on the
+   order of the atomics. That says how frequent a hot row is at least, so the hot ones, the lowest ids first among
+   equals, can be numbered by id.
+2. Rows that are looked at are gathered, and multiplied with the tokens, as many at a time as leave the products, in
+   fp32, small. Rows of one rank are neighbours in the list, so tiles that are another rank's cost nothing.
+3. Four sums a token are taken over its products, and its target's exponential, where that is not hot, is another: one
+   more dot product.
+
+See ``sampling``, the same in plain PyTorch, for what is chosen and summed.
 
 Numerics:
 
 - Sums are fp64, since ranks split them in different ways and must end with the same anchor; what is summed is fp32, and
   the same on whichever rank holds the row. Exponentials are fp32 mantissas with an exponent of their own, so they
   neither overflow nor vanish within the range that the anchor can represent.
-- No atomics: every tile of rows has its own partial sums.
+- fp64 is why products are written, where the forward pass reduces them on chip: its registers and latencies don't go
+  with a tile's.
 """
 
 from __future__ import annotations
@@ -23,14 +31,156 @@ from torch import Tensor
 from . import sampling
 from .interface import LocalProblem
 from .logits import LOG2E, LogitOperands, finish_logits, grouped_tile, row_products
-from .tiles import INTERPRETED, Tile
+from .tiles import INTERPRETED
+from .workspace import FP32_BYTES
 
-MOST_COLS, WARPS = 128, 8
-"""An fp64 tile takes twice the registers."""
-TARGET_BLOCK = 1024
-NOT_HERE, HOT, COLD = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+PRODUCT_BYTES = 48 * 2**20
+"""Most memory for the products: beyond it, tokens are taken in chunks."""
+COUNT_TOKENS, IDS = 256, 1024
+"""Tokens, and ids of the vocabulary, that a program takes when hot rows are chosen."""
+ROW_BLOCK = 1024
+SUM_TOKENS, SUM_COLS, SUM_BLOCK = 4, 256, 512
+ANCHOR_TOKENS = 128
 LARGEST_EXPONENT = tl.constexpr(sampling.LARGEST_EXPONENT * 1.4426950408889634)
+LARGEST_LOGIT = tl.constexpr(sampling.LARGEST_EXPONENT)
 SMALLEST_EXPONENT = tl.constexpr(-1000.0)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "vocab_size", "num_levels"])
+def _count_kernel(  # type: ignore[no-untyped-def]
+    target, active, counts, exceeding, num_tokens, vocab_size, num_levels, SIZE: tl.constexpr
+):
+    """How often each id is a target; and for c below ``num_levels``, how many ids are so more than c times."""
+    o_n = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    m_n = o_n < num_tokens
+    b_id = tl.load(target + o_n, mask=m_n, other=-1)
+    m_n &= (tl.load(active + o_n, mask=m_n, other=0) != 0) & (b_id >= 0) & (b_id < vocab_size)
+    b_before = tl.atomic_add(counts + b_id, 1, mask=m_n, sem="relaxed")
+    tl.atomic_add(exceeding + b_before, 1, mask=m_n & (b_before < num_levels), sem="relaxed")
+
+
+@triton.jit
+def _least_count(exceeding, num_hot, num_levels, LEVELS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The largest c with ``num_hot`` ids or more that are targets c times or more: the least count of a hot row."""
+    b_levels = tl.zeros((LEVELS,), dtype=tl.int32)
+    for c in range(0, num_levels, LEVELS):
+        o_c = c + tl.arange(0, LEVELS)
+        b_levels += (tl.load(exceeding + o_c, mask=o_c < num_levels, other=0) >= num_hot).to(tl.int32)
+    return tl.sum(b_levels, 0)
+
+
+@triton.jit(do_not_specialize=["vocab_size", "num_hot", "num_levels"])
+def _tally_kernel(  # type: ignore[no-untyped-def]
+    counts, exceeding, tallies, vocab_size, num_hot, num_levels, SIZE: tl.constexpr, LEVELS: tl.constexpr
+):
+    """Of some ids, how many are more frequent than the least frequent hot row, and how many as frequent."""
+    least = _least_count(exceeding, num_hot, num_levels, LEVELS)
+    o_v = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    b_count = tl.load(counts + o_v, mask=o_v < vocab_size, other=-1)
+    tl.store(tallies + tl.program_id(0), tl.sum((b_count > least).to(tl.int32), 0))
+    tl.store(tallies + tl.num_programs(0) + tl.program_id(0), tl.sum((b_count == least).to(tl.int32), 0))
+
+
+@triton.jit(do_not_specialize=["num_ids", "vocab_size", "first_id", "num_real", "num_hot", "num_sample", "num_levels"])
+def _choose_kernel(  # type: ignore[no-untyped-def]
+    counts,
+    exceeding,
+    tallies,
+    rows,
+    num_cold,
+    num_ids,
+    vocab_size,
+    first_id,
+    num_real,
+    num_hot,
+    num_sample,
+    num_levels,
+    SIZE: tl.constexpr,
+    LEVELS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Numbers the hot rows among some ids, and marks the cold sample. Places of rows take the place of their counts."""
+    least = _least_count(exceeding, num_hot, num_levels, LEVELS)
+    num_equals = num_hot - tl.load(exceeding + least)  # so many of those as frequent as the least frequent are hot
+    block, num_blocks = tl.program_id(0), tl.num_programs(0)
+    b_more = tl.zeros((BLOCKS,), dtype=tl.int32)
+    b_equal = tl.zeros((BLOCKS,), dtype=tl.int32)
+    for b in range(0, block, BLOCKS):
+        o_b = b + tl.arange(0, BLOCKS)
+        b_more += tl.load(tallies + o_b, mask=o_b < block, other=0)
+        b_equal += tl.load(tallies + num_blocks + o_b, mask=o_b < block, other=0)
+
+    o_v = block * SIZE + tl.arange(0, SIZE)
+    if WIDE:
+        o_v = o_v.to(tl.int64)
+    b_count = tl.load(counts + o_v, mask=o_v < vocab_size, other=-1)
+    m_more, m_equal = b_count > least, b_count == least
+    b_before = tl.sum(b_more, 0) + tl.cumsum(m_more.to(tl.int32), 0) - m_more.to(tl.int32)
+    b_equals_before = tl.sum(b_equal, 0) + tl.cumsum(m_equal.to(tl.int32), 0) - m_equal.to(tl.int32)
+    m_hot = m_more | (m_equal & (b_equals_before < num_equals))
+    b_place = b_before + tl.minimum(b_equals_before, num_equals)
+    b_row = o_v - first_id
+    m_here = (b_row >= 0) & (b_row < num_real)
+    tl.store(rows + b_place, tl.where(m_here, b_row, -1).to(tl.int64), mask=m_hot)
+    tl.store(counts + o_v, tl.where(m_hot & m_here, b_place + 1, 0), mask=o_v < num_ids)
+
+    # The sample's id i is i V // S, so i is v S / V, rounded up.
+    b_i = (o_v * num_sample + vocab_size - 1) // vocab_size
+    m_sample = (b_i < num_sample) & (b_i * vocab_size // num_sample == o_v)
+    tl.store(rows + num_hot + b_i, tl.where(m_here & (m_hot == 0), b_row, -1).to(tl.int64), mask=m_sample)
+    tl.atomic_add(num_cold, tl.sum((m_sample & (m_hot == 0)).to(tl.int32), 0), sem="relaxed")
+
+
+def anchor_rows(target: Tensor, active: Tensor, ids: sampling.RowIds, reference_rows: int) -> sampling.AnchorRows:
+    """``sampling.anchor_rows`` by Triton: four launches."""
+    num_tokens, vocab_size, device = target.shape[0], ids.vocab_size, target.device
+    num_hot, num_sample = min(reference_rows, vocab_size), min(sampling.COLD_ROWS, vocab_size)
+    # No id can be more frequent than that if as many as there are hot rows are.
+    num_levels = num_tokens // num_hot + 1
+    num_ids = max(vocab_size, ids.first + ids.num_rows)
+    zeros = torch.zeros(num_ids + num_levels + 1, dtype=torch.int32, device=device)
+    counts, exceeding, num_cold = zeros.split([num_ids, num_levels, 1])
+    rows = torch.empty(num_hot + num_sample, dtype=torch.int64, device=device)
+    blocks = triton.cdiv(num_ids, IDS)
+    tallies = torch.empty(2 * blocks, dtype=torch.int32, device=device)
+    sizes = {"SIZE": IDS, "LEVELS": 64, "num_warps": 4}
+    if num_tokens > 0:
+        _count_kernel[(triton.cdiv(num_tokens, COUNT_TOKENS),)](
+            target.contiguous(), active.contiguous(), counts, exceeding, num_tokens, vocab_size, num_levels,
+            SIZE=COUNT_TOKENS, num_warps=4,
+        )  # fmt: skip
+    _tally_kernel[(blocks,)](counts, exceeding, tallies, vocab_size, num_hot, num_levels, **sizes)
+    _choose_kernel[(blocks,)](
+        counts, exceeding, tallies, rows, num_cold,
+        num_ids, vocab_size, ids.first, ids.num_real, num_hot, num_sample, num_levels, BLOCKS=256,
+        WIDE=(num_ids + 1) * num_sample + vocab_size >= 2**31, **sizes,
+    )  # fmt: skip
+    place = counts[ids.first : ids.first + ids.num_rows]
+    return sampling.AnchorRows(rows, num_hot, place, num_cold, vocab_size)
+
+
+@triton.jit
+def _gather_kernel(  # type: ignore[no-untyped-def]
+    matrix, rows, out, width, stride_row, stride_col, BLOCK: tl.constexpr
+):
+    """One piece of one row."""
+    i = tl.program_id(0).to(tl.int64)
+    o_d = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    row = tl.load(rows + i)
+    m_here = o_d < tl.where(row >= 0, width, 0)
+    b = tl.load(matrix + row * stride_row + o_d * stride_col, mask=m_here, other=0.0)
+    tl.store(out + i * width + o_d, b, mask=o_d < width)
+
+
+def gather_rows(matrix: Tensor, rows: Tensor) -> Tensor:
+    """Rows of a matrix by number, int64 ``[R]``; zeros for negative ones."""
+    out = matrix.new_empty((rows.shape[0], matrix.shape[1]))
+    block = min(triton.next_power_of_2(matrix.shape[1]), ROW_BLOCK)
+    _gather_kernel[(rows.shape[0], triton.cdiv(matrix.shape[1], block))](
+        matrix, rows, out, matrix.shape[1], *matrix.stride(), BLOCK=block, num_warps=2
+    )
+    return out
 
 
 @triton.jit
@@ -40,7 +190,8 @@ def _wide_exp(b_z):  # type: ignore[no-untyped-def]
     b_y = tl.where(b_y > LARGEST_EXPONENT, LARGEST_EXPONENT, b_y)
     b_y = tl.where(b_y < SMALLEST_EXPONENT, SMALLEST_EXPONENT, b_y)
     b_whole = tl.floor(b_y)
-    b_power = ((tl.where(b_whole == b_whole, b_whole, 0.0).to(tl.int64) + 1023) << 52).to(tl.float64, bitcast=True)
+    b_exponent = tl.where(b_whole == b_whole, b_whole, 0.0).to(tl.int32) + 1023
+    b_power = (b_exponent.to(tl.int64) << 52).to(tl.float64, bitcast=True)
     return tl.exp2(b_y - b_whole).to(tl.float64) * b_power
 
 
@@ -48,9 +199,8 @@ def _wide_exp(b_z):  # type: ignore[no-untyped-def]
 def _look_kernel(  # type: ignore[no-untyped-def]
     input,
     weight,
-    bias,
-    kinds,
-    partials,
+    rows,
+    out,
     num_tokens,
     num_rows,
     hidden,
@@ -58,12 +208,6 @@ def _look_kernel(  # type: ignore[no-untyped-def]
     input_stride_d,
     weight_stride_v,
     weight_stride_d,
-    scale,
-    softcap,
-    HAS_BIAS: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_SMOOTHING: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     INNER: tl.constexpr,
@@ -72,45 +216,41 @@ def _look_kernel(  # type: ignore[no-untyped-def]
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One tile's four sums: exponentials of hot rows; logits, their squares and their exponentials of cold ones."""
+    """A tile of the tokens' products with the rows gathered, unless all of these are another rank's.
+
+    ``out`` has room for whole tiles, so neither does a thread keep masks nor more than one address.
+    """
     num_tiles = tl.cdiv(num_rows, COLS)
     pid_n, pid_v = grouped_tile(tl.program_id(0), tl.cdiv(num_tokens, ROWS), num_tiles, GROUP)
     n0 = pid_n * ROWS
     v0 = pid_v * COLS
-    o_n = n0 + tl.arange(0, ROWS)
     o_v = v0 + tl.arange(0, COLS)
-    m_n = o_n < num_tokens
-    b_kind = tl.load(kinds + o_v, mask=o_v < num_rows, other=NOT_HERE)
-    b_bias = 0.0
-    if HAS_BIAS:
-        b_bias = tl.load(bias + o_v, mask=o_v < num_rows, other=0.0).to(tl.float32)
-    b_z = row_products(
-        input, weight, n0, v0, num_tokens, num_rows, hidden,
-        input_stride_n, input_stride_d, weight_stride_v, weight_stride_d,
-        ROWS, COLS, INNER, EVEN_INNER, TMA, PRECISION,
-    )  # fmt: skip
-    b_z = finish_logits(b_z, b_bias, scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP)
-
-    field = num_tiles.to(tl.int64) * num_tokens
-    p_out = partials + pid_v.to(tl.int64) * num_tokens + o_n
-    b_exp = _wide_exp(b_z)
-    m_hot = (b_kind == HOT)[None, :]
-    m_cold = (b_kind == COLD)[None, :]
-    tl.store(p_out, tl.sum(tl.where(m_hot, b_exp, 0.0), 1), mask=m_n)
-    tl.store(p_out + 3 * field, tl.sum(tl.where(m_cold, b_exp, 0.0), 1), mask=m_n)
-    b_cold = tl.where(m_cold, b_z, 0.0).to(tl.float64)
-    tl.store(p_out + field, tl.sum(b_cold, 1), mask=m_n)
-    tl.store(p_out + 2 * field, tl.sum(b_cold * b_cold, 1), mask=m_n)
+    if tl.max(tl.load(rows + o_v, mask=o_v < num_rows, other=-1), 0) >= 0:
+        b_z = row_products(
+            input, weight, n0, v0, num_tokens, num_rows, hidden,
+            input_stride_n, input_stride_d, weight_stride_v, weight_stride_d,
+            ROWS, COLS, INNER, EVEN_INNER, TMA, PRECISION,
+        )  # fmt: skip
+        o_n = n0.to(tl.int64) + tl.arange(0, ROWS)
+        p_out = out + o_n[:, None] * (num_tiles * COLS)
+        tl.store(p_out + (v0.to(tl.int64) + tl.arange(0, COLS))[None, :], b_z)
 
 
-@triton.jit
-def _target_kernel(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["num_tokens", "num_rows", "num_hot"])
+def _sum_kernel(  # type: ignore[no-untyped-def]
+    products,
+    rows,
     input,
     weight,
     bias,
     target,
-    counted,
+    place,
     out,
+    product_stride,
+    out_stride,
+    num_tokens,
+    num_rows,
+    num_hot,
     hidden,
     input_stride_n,
     input_stride_d,
@@ -121,72 +261,124 @@ def _target_kernel(  # type: ignore[no-untyped-def]
     HAS_BIAS: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The exponential of one token's target logit, an fp32 dot product; 0 where it does not count."""
-    n = tl.program_id(0).to(tl.int64)
-    b_exp = tl.zeros((1,), dtype=tl.float64)
-    if tl.load(counted + n) != 0:
-        row = tl.load(target + n)
-        b_acc = tl.zeros((1, BLOCK), dtype=tl.float32)
-        for d in range(0, hidden, BLOCK):
-            o_d = (d + tl.arange(0, BLOCK)).to(tl.int64)[None, :]
-            b_e = tl.load(input + n * input_stride_n + o_d * input_stride_d, mask=o_d < hidden, other=0.0)
-            b_c = tl.load(weight + row * weight_stride_v + o_d * weight_stride_d, mask=o_d < hidden, other=0.0)
-            b_acc += b_e.to(tl.float32) * b_c.to(tl.float32)
-        b_bias = tl.zeros((1,), dtype=tl.float32)
+    """Some tokens' sums over the rows looked at, and the exponential of the target's logit, if that's here and cold."""
+    o_n = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    m_n = o_n < num_tokens
+    b_hot = tl.zeros((ROWS, COLS), dtype=tl.float64)
+    b_sum = tl.zeros((ROWS, COLS), dtype=tl.float64)
+    b_squares = tl.zeros((ROWS, COLS), dtype=tl.float64)
+    b_cold = tl.zeros((ROWS, COLS), dtype=tl.float64)
+    for v in range(0, num_rows, COLS):
+        o_v = v + tl.arange(0, COLS)
+        b_row = tl.load(rows + o_v, mask=o_v < num_rows, other=-1)
+        m_here = b_row >= 0
+        b_bias = 0.0
         if HAS_BIAS:
-            b_bias += tl.load(bias + row).to(tl.float32)
-        b_dot = tl.sum(b_acc, 1)[:, None]
-        b_z = tl.sum(finish_logits(b_dot, b_bias, scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP), 1)
+            b_bias = tl.load(bias + b_row, mask=m_here, other=0.0).to(tl.float32)
+        m_z = m_n[:, None] & m_here[None, :]
+        b_z = tl.load(products + o_n[:, None] * product_stride + o_v[None, :], mask=m_z, other=0.0)
+        b_z = finish_logits(b_z, b_bias, scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP)
         b_exp = _wide_exp(b_z)
-    tl.store(out + n + tl.arange(0, 1), b_exp)
+        if v < num_hot:
+            b_hot += tl.where(m_z & (o_v < num_hot)[None, :], b_exp, 0.0)
+        if v + COLS > num_hot:
+            m_cold = m_z & (o_v >= num_hot)[None, :]
+            b_wide = tl.where(m_cold, b_z, 0.0).to(tl.float64)
+            b_sum += b_wide
+            b_squares += b_wide * b_wide
+            b_cold += tl.where(m_cold, b_exp, 0.0)
+    p_out = out + o_n
+    tl.store(p_out, tl.sum(b_hot, 1), mask=m_n)
+    tl.store(p_out + 2 * out_stride, tl.sum(b_sum, 1), mask=m_n)
+    tl.store(p_out + 3 * out_stride, tl.sum(b_squares, 1), mask=m_n)
+    tl.store(p_out + 4 * out_stride, tl.sum(b_cold, 1), mask=m_n)
+
+    b_row = tl.load(target + o_n, mask=m_n, other=-1)
+    m_counts = (b_row >= 0) & (tl.load(place + b_row, mask=b_row >= 0, other=1) == 0)
+    b_dot = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    if tl.max(m_counts.to(tl.int32), 0) > 0:
+        for d in range(0, hidden, BLOCK):
+            o_d = (d + tl.arange(0, BLOCK)).to(tl.int64)
+            m = m_counts[:, None] & (o_d < hidden)[None, :]
+            p_e = input + o_n[:, None] * input_stride_n + o_d[None, :] * input_stride_d
+            p_c = weight + b_row[:, None] * weight_stride_v + o_d[None, :] * weight_stride_d
+            b_e = tl.load(p_e, mask=m, other=0.0).to(tl.float32)
+            b_dot += b_e * tl.load(p_c, mask=m, other=0.0).to(tl.float32)
+    b_z = tl.sum(b_dot, 1)
+    if HAS_BIAS:
+        b_z += tl.load(bias + b_row, mask=m_counts, other=0.0).to(tl.float32)
+    b_z = finish_logits(b_z, 0.0, scale, softcap, False, HAS_SCALE, HAS_SOFTCAP)
+    tl.store(p_out + out_stride, tl.where(m_counts, _wide_exp(b_z), 0.0), mask=m_n)
 
 
-def anchor_sums(
-    problem: LocalProblem, rows: sampling.AnchorRows, first_id: int, num_real: int, *, allow_tma: bool = True
-) -> Tensor:
-    """``sampling.anchor_sums`` by Triton: fp64 ``[5, N]``.
+def anchor_sums(problem: LocalProblem, rows: sampling.AnchorRows, *, allow_tma: bool = True) -> Tensor:
+    """``sampling.anchor_sums`` by Triton: fp64 ``[5, N]``, in three launches, or two more for every further chunk.
 
     Args:
         allow_tma: whether tensor memory descriptors may be used where they can.
     """
-    num_tokens = problem.num_tokens
-    sums = torch.zeros(5, num_tokens, dtype=torch.float64, device=problem.input.device)
+    num_tokens, device = problem.num_tokens, problem.input.device
     if problem.num_rows == 0 or num_tokens == 0:
-        return sums
-    looked_at = rows.local(first_id, num_real)
-    kinds = torch.where(looked_at.hot, HOT.value, torch.where(looked_at.cold, COLD.value, NOT_HERE.value))
-    bias = None if problem.bias is None else problem.bias.contiguous()
-    weight = problem.weight.index_select(0, looked_at.rows)
-    sub_problem = replace(
-        problem,
-        weight=weight,
-        bias=None if bias is None else bias.index_select(0, looked_at.rows),
-        smoothing_weight=None,
-    )
-    operands = LogitOperands.prepare(sub_problem, allow_tma=allow_tma)
-    operands = replace(operands, tile=_narrow(operands.tile))
-    num_tiles = triton.cdiv(operands.num_rows, operands.tile.cols)
-    partials = torch.empty(4, num_tiles, num_tokens, dtype=torch.float64, device=problem.input.device)
-    _look_kernel[operands.grid()](
-        *operands.handles(), operands.bias, kinds.to(torch.int32), partials,
-        *operands.sizes(), operands.scale, operands.softcap or 1.0, **operands.flags(),
-    )  # fmt: skip
-    hot_exponentials, *cold = partials.sum(1)
-    sums[0] = hot_exponentials
-    sums[2:] = torch.stack(cold)
-    _target_kernel[(num_tokens,)](
-        problem.input, problem.weight, bias, problem.target.contiguous(), sampling.counted(problem, rows, first_id),
-        sums[1], problem.hidden_size, *problem.input.stride(), *problem.weight.stride(),
-        problem.logit_scale, problem.softcap or 1.0,
-        HAS_BIAS=bias is not None, HAS_SCALE=problem.logit_scale != 1.0, HAS_SOFTCAP=problem.softcap is not None,
-        BLOCK=min(triton.next_power_of_2(problem.hidden_size), TARGET_BLOCK), num_warps=2, enable_fp_fusion=False,
-    )  # fmt: skip
+        return torch.zeros(5, num_tokens, dtype=torch.float64, device=device)
+    looked_at = rows.rows
+    gathered = replace(problem, weight=gather_rows(problem.weight, looked_at), smoothing_weight=None)
+    operands = LogitOperands.prepare(gathered, allow_tma=allow_tma)
+    chunk = tokens_at_once(num_tokens, operands.num_rows, operands.tile.rows)
+    tile = operands.tile
+    room = (triton.cdiv(chunk, tile.rows) * tile.rows, triton.cdiv(operands.num_rows, tile.cols) * tile.cols)
+    products = torch.empty(room, dtype=torch.float32, device=device)
+    sums = torch.empty(5, num_tokens, dtype=torch.float64, device=device)
+    flags = operands.flags()
+    options = {name: flags.pop(name) for name in ("HAS_BIAS", "HAS_SCALE", "HAS_SOFTCAP")}
+    del flags["HAS_SMOOTHING"]
+    for start in range(0, num_tokens, chunk):
+        part = operands.tokens(start, min(start + chunk, num_tokens))
+        _look_kernel[part.grid()](*part.handles(), looked_at, products, *part.sizes(), **flags)
+        _sum_kernel[(triton.cdiv(part.num_tokens, SUM_TOKENS),)](
+            products, looked_at, part.input, problem.weight, part.bias, part.target, rows.place, sums[:, start:],
+            room[1], num_tokens, part.num_tokens, part.num_rows, rows.num_hot,
+            part.hidden, *part.input.stride(), *problem.weight.stride(), part.scale, part.softcap or 1.0, **options,
+            ROWS=SUM_TOKENS, COLS=32 if INTERPRETED else SUM_COLS, BLOCK=32 if INTERPRETED else SUM_BLOCK,
+            num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
     return sums
 
 
-def _narrow(tile: Tile) -> Tile:
-    if INTERPRETED or tile.cols < MOST_COLS:
-        return tile
-    return replace(tile, cols=MOST_COLS, warps=WARPS)
+def tokens_at_once(num_tokens: int, looked_at: int, tile_rows: int) -> int:
+    """Tokens per chunk, in whole tiles, evenly used."""
+    tiles = triton.cdiv(num_tokens, tile_rows)
+    most = max(1, PRODUCT_BYTES // (looked_at * FP32_BYTES * tile_rows))
+    return min(triton.cdiv(tiles, triton.cdiv(tiles, most)) * tile_rows, num_tokens)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_others"])
+def _anchor_kernel(sums, num_cold, out, num_tokens, num_others, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """``sampling.anchor`` of some tokens."""
+    o_n = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    m_n = o_n < num_tokens
+    size = tl.maximum(tl.load(num_cold), 1).to(tl.float64)
+    p = sums + o_n
+    b_known = tl.load(p, mask=m_n, other=1.0) + tl.load(p + num_tokens, mask=m_n, other=0.0)
+    b_mean = tl.load(p + 2 * num_tokens, mask=m_n, other=0.0) / size
+    b_variance = tl.load(p + 3 * num_tokens, mask=m_n, other=0.0) / size - b_mean * b_mean
+    b_normal = b_mean + 0.5 * tl.where(b_variance < 0.0, 0.0, b_variance)
+    b_normal = tl.exp(tl.where(b_normal > LARGEST_LOGIT, LARGEST_LOGIT, b_normal))
+    b_average = tl.load(p + 4 * num_tokens, mask=m_n, other=0.0) / size
+    b_typical = tl.where(b_average < b_normal, b_average, b_normal)  # NaN if the second is
+    b_anchor = tl.log(b_known + num_others.to(tl.float64) * b_typical)
+    tl.store(out + o_n, b_anchor.to(tl.float32), mask=m_n)
+
+
+def anchor(sums: Tensor, rows: sampling.AnchorRows) -> Tensor:
+    """``sampling.anchor`` by Triton: fp32 ``[N]``, in one launch."""
+    num_tokens = sums.shape[1]
+    out = torch.empty(num_tokens, dtype=torch.float32, device=sums.device)
+    if num_tokens > 0:
+        _anchor_kernel[(triton.cdiv(num_tokens, ANCHOR_TOKENS),)](
+            sums, rows.num_cold, out, num_tokens, rows.num_others, SIZE=ANCHOR_TOKENS, num_warps=4
+        )
+    return out

@@ -41,7 +41,7 @@ LEAST_SLAB_BYTES = 44 * 2**20
 """Default size of G's workspace: the first suits large problems, where narrower slabs cost speed. Small ones, of little
 memory themselves, get by with less; where grad E's accumulator is larger still, half of that does no harm."""
 FP16_PEAK_EXPONENT = 13
-COPY_TILE = 1024
+COPY_TILE = (4, 1024)
 SUM_ROWS, SUM_COLS = 32, 64
 
 
@@ -145,7 +145,7 @@ def _logit_grad_kernel(  # type: ignore[no-untyped-def]
             tl.store(p_out, b_g.to(out.dtype.element_ty), mask=m_n[:, None] & m_v[None, :])
 
 
-@triton.jit(do_not_specialize=["num_tokens", "hidden"])
+@triton.jit(do_not_specialize=["num_tokens"])
 def _select_tokens_kernel(  # type: ignore[no-untyped-def]
     source,
     active,
@@ -156,18 +156,18 @@ def _select_tokens_kernel(  # type: ignore[no-untyped-def]
     source_stride_n,
     source_stride_d,
     HAS_FACTOR: tl.constexpr,
-    SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
 ):
-    """``out = factor * source`` on active rows, 0 on the others; ``out`` is contiguous."""
-    o = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
-    m = o < num_tokens.to(tl.int64) * hidden
-    o_n = o // hidden
-    o_d = o % hidden
-    b = tl.load(source + o_n * source_stride_n + o_d * source_stride_d, mask=m, other=0.0).to(tl.float32)
+    """``out = factor * source`` on active rows, 0 on the others, which are not read; ``out`` is contiguous."""
+    o_n = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    o_d = (tl.program_id(1) * COLS + tl.arange(0, COLS)).to(tl.int64)[None, :]
+    m = (o_n < num_tokens) & (o_d < hidden)
+    m_active = tl.load(active + o_n, mask=o_n < num_tokens, other=0) != 0
+    b = tl.load(source + o_n * source_stride_n + o_d * source_stride_d, mask=m & m_active, other=0.0).to(tl.float32)
     if HAS_FACTOR:
         b *= tl.load(factor)
-    b_active = tl.load(active + o_n, mask=m, other=0)
-    tl.store(out + o, tl.where(b_active != 0, b, 0.0).to(out.dtype.element_ty), mask=m)
+    tl.store(out + o_n * hidden + o_d, b.to(out.dtype.element_ty), mask=m)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_cols"])
@@ -191,9 +191,10 @@ def _sum_rows_kernel(  # type: ignore[no-untyped-def]
 
 def select_tokens(source: Tensor, active: Tensor, out: Tensor, factor: Tensor | None = None) -> Tensor:
     num_tokens, hidden = source.shape
-    _select_tokens_kernel[(triton.cdiv(source.numel(), COPY_TILE),)](
+    rows, cols = COPY_TILE
+    _select_tokens_kernel[(triton.cdiv(num_tokens, rows), triton.cdiv(hidden, cols))](
         source, active, factor, out, num_tokens, hidden, *source.stride(),
-        HAS_FACTOR=factor is not None, SIZE=COPY_TILE, num_warps=4,
+        HAS_FACTOR=factor is not None, ROWS=rows, COLS=cols, num_warps=4,
     )  # fmt: skip
     return out
 

@@ -10,6 +10,8 @@ Rules for the edges: a piece without a finite logit (``m = -inf``: empty, or mas
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -32,6 +34,15 @@ def empty_partials(num_tokens: int, device: torch.device, *, smoothing: bool, st
         entropy=full(0.0) if stats else None,
         argmax=full(-1, torch.int64) if stats else None,
     )
+
+
+def unset_partials(num_tokens: int, device: torch.device, *, smoothing: bool, stats: bool) -> Partials:
+    """Partials to be written."""
+
+    def unset(wanted: bool = True, dtype: torch.dtype = torch.float32) -> Any:
+        return torch.empty(num_tokens, dtype=dtype, device=device) if wanted else None
+
+    return Partials(unset(), unset(), unset(), unset(smoothing), unset(stats), unset(stats, torch.int64))
 
 
 def relative_to(parts: Partials, top: Tensor, smoothing_mass: Tensor | None) -> Partials:

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from .sampling import AnchorRows
+    from .sampling import AnchorRows, RowIds
 
 
 @dataclass(frozen=True)
@@ -193,6 +193,7 @@ class SamplingPlan:
         anchor: r, fp32 ``[N]``.
         active: bool ``[N]``; other tokens keep nothing.
         hot: ``[H]`` int64, this rank's rows that are hot; -1 for those that another rank holds.
+        hot_place: ``[V]`` int32, what number a row has among them, from 1; 0 for the others.
         first_id: vocabulary id of this rank's row 0.
     """
 
@@ -202,6 +203,7 @@ class SamplingPlan:
     anchor: Tensor
     active: Tensor
     hot: Tensor
+    hot_place: Tensor
     first_id: int
 
 
@@ -296,9 +298,17 @@ class LocalImplementation(Protocol):
         """Exact gradients of E (through ``on_input_grad``), C (into its buffer) and b (returned, fp32 ``[V]``)."""
         ...
 
-    def anchor_sums(self, problem: LocalProblem, rows: AnchorRows, first_id: int, num_real: int) -> Tensor:
-        """What the sampled mode's anchor needs, see ``sampling.anchor_sums``: fp64 ``[5, N]``, to be summed over the
-        group. ``first_id`` is the vocabulary id of row 0; ``num_real`` rows are no padding."""
+    def anchor_rows(self, target: Tensor, active: Tensor, ids: RowIds, reference_rows: int) -> AnchorRows:
+        """The rows that the sampled mode's anchor looks at, see ``sampling.anchor_rows``."""
+        ...
+
+    def anchor_sums(self, problem: LocalProblem, rows: AnchorRows) -> Tensor:
+        """What the anchor needs to know of them, see ``sampling.anchor_sums``: fp64 ``[5, N]``, to be summed over the
+        group."""
+        ...
+
+    def anchor(self, sums: Tensor, rows: AnchorRows) -> Tensor:
+        """The anchor from the group's sums, see ``sampling.anchor``: fp32 ``[N]``."""
         ...
 
     def select(self, problem: LocalProblem, plan: SamplingPlan, *, stats: bool) -> tuple[Partials, Selection]:

@@ -33,6 +33,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .anchor import gather_rows
+from .exact import fp16_factors, nothing_to_reduce, select_tokens
 from .interface import GradientRequest, InputGradReady, LocalProblem, LogitGradient, SamplingPlan, TokenPiece
 from .logits import LOG2E, LogitOperands, finish_logits, grouped_tile, row_products, tanh
 from .matmul import product
@@ -48,7 +50,6 @@ COLUMN_BLOCK, COLUMN_ROWS, COLUMN_MANY, COLUMN_AT_ONCE = 512, 8, 8, 2
 """What one program of grad C sums: elements of a row, rows one after another, entries of a row at a time as long as
 there are many, and at the end."""
 SMALLEST_PROBABILITY = tl.constexpr(2.0**-23)
-FP16_PEAK_EXPONENT = 13
 SLOTS_AT_ONCE = 256
 ORDER_SLOTS, ORDER_AT_ONCE = 128, 32
 SUM_ROWS, SUM_COLS = 32, 128
@@ -507,7 +508,7 @@ def _weight_grad_row(  # type: ignore[no-untyped-def]
     m_d = o_d < hidden
     hot = tl.full((), -1, tl.int32)
     if HAS_HOT:
-        hot = tl.load(hot_place + v)
+        hot = tl.load(hot_place + v) - 1
 
     b_acc = tl.zeros((BLOCK,), dtype=tl.float32)
     s_bias = 0.0
@@ -608,7 +609,8 @@ def _hot_logit_grad_kernel(  # type: ignore[no-untyped-def]
     weight,
     bias,
     target,
-    present,
+    hot,
+    hot_place,
     row_max,
     log_sum,
     prob,
@@ -617,6 +619,7 @@ def _hot_logit_grad_kernel(  # type: ignore[no-untyped-def]
     factor,
     out,
     bias_partials,
+    out_stride,
     num_tokens,
     num_rows,
     hidden,
@@ -640,7 +643,10 @@ def _hot_logit_grad_kernel(  # type: ignore[no-untyped-def]
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """A tile of G over the hot rows; 0 for those that another rank holds and for tokens without gradient."""
+    """A tile of G over the hot rows; 0 for those that another rank holds and for tokens without gradient.
+
+    ``out`` has room for whole tiles.
+    """
     pid_n, pid_v = grouped_tile(tl.program_id(0), tl.cdiv(num_tokens, ROWS), tl.cdiv(num_rows, COLS), GROUP)
     n0 = pid_n * ROWS
     v0 = pid_v * COLS
@@ -653,9 +659,10 @@ def _hot_logit_grad_kernel(  # type: ignore[no-untyped-def]
         input_stride_n, input_stride_d, weight_stride_v, weight_stride_d,
         ROWS, COLS, INNER, EVEN_INNER, TMA, PRECISION,
     )  # fmt: skip
+    b_row = tl.load(hot + o_v, mask=m_v, other=-1)
     b_bias = 0.0
     if HAS_BIAS:
-        b_bias = tl.load(bias + o_v, mask=m_v, other=0.0).to(tl.float32)
+        b_bias = tl.load(bias + b_row, mask=b_row >= 0, other=0.0).to(tl.float32)
     b_z = finish_logits(b_z, b_bias, scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP)
 
     b_max = tl.load(row_max + o_n, mask=m_n, other=0.0)
@@ -663,6 +670,7 @@ def _hot_logit_grad_kernel(  # type: ignore[no-untyped-def]
     b_g = tl.exp2(tl.fma(b_z - b_max[:, None], LOG2E, -b_log2_sum[:, None]))
     b_g *= tl.load(prob + o_n, mask=m_n, other=0.0)[:, None]
     b_target = tl.load(target + o_n, mask=m_n, other=-1)
+    b_target = tl.load(hot_place + b_target, mask=b_target >= 0, other=0) - 1
     b_factor = tl.load(target_factor + o_n, mask=m_n, other=0.0)
     b_g = tl.where(b_target[:, None] == o_v[None, :], b_g - b_factor[:, None], b_g)
     if HAS_SOFTCAP:
@@ -671,14 +679,14 @@ def _hot_logit_grad_kernel(  # type: ignore[no-untyped-def]
     if HAS_SCALE:
         b_g *= scale
     b_active = tl.load(active + o_n, mask=m_n, other=0).to(tl.int32)
-    b_present = tl.load(present + o_v, mask=m_v, other=0).to(tl.int32)
-    b_g = tl.where((b_active[:, None] * b_present[None, :]) != 0, b_g, 0.0)
+    b_g = tl.where((b_active != 0)[:, None] & (b_row >= 0)[None, :], b_g, 0.0)
     if BIAS_GRAD:
         tl.store(bias_partials + pid_n.to(tl.int64) * num_rows + o_v, tl.sum(b_g, 0), mask=m_v)
     if HAS_FACTOR:
         b_g *= tl.load(factor)
-    p_out = out + o_n.to(tl.int64)[:, None] * num_rows + o_v[None, :]
-    tl.store(p_out, b_g.to(out.dtype.element_ty), mask=m_n[:, None] & m_v[None, :])
+    p_out = out + (n0.to(tl.int64) + tl.arange(0, ROWS))[:, None] * out_stride
+    p_out += (v0.to(tl.int64) + tl.arange(0, COLS))[None, :]
+    tl.store(p_out, b_g.to(out.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["num_rows", "rows_per_split"])
@@ -745,24 +753,14 @@ def sampled_gradients(
         library: forces the hot rows' products' way, see :func:`.matmul.product`.
     """
     if problem.num_tokens == 0 or problem.num_rows == 0:
-        return _nothing_to_sample(problem, request, on_input_grad)
+        return nothing_to_reduce(problem, request, on_input_grad)
     return _Backward(problem, plan, selection, logit_grad, request, allow_tma, library).run(on_input_grad)
-
-
-def _nothing_to_sample(problem: LocalProblem, request: GradientRequest, on_input_grad: InputGradReady) -> Tensor | None:
-    if request.weight is not None and not request.weight.accumulate:
-        request.weight.buffer.zero_()
-    if request.input_dtype is not None:
-        zeros = torch.zeros_like(problem.input, dtype=request.input_dtype, memory_format=torch.contiguous_format)
-        request.hand_on(zeros, on_input_grad)
-    return problem.weight.new_zeros(problem.num_rows, dtype=torch.float32) if request.bias else None
 
 
 @dataclass(frozen=True)
 class _HotPart:
-    """The hot rows' share of the gradients; ``place[v]`` is the number of row v among them, or -1."""
+    """The hot rows' share of the gradients."""
 
-    place: Tensor
     weight_grad: Tensor | None
     bias_grad: Tensor | None
 
@@ -794,6 +792,7 @@ class _Backward:
         self.log_sum = logit_grad.log_sum.contiguous()
         self.prob = logit_grad.prob.contiguous()
         self.target_factor = logit_grad.target.contiguous()
+        self.factor, self.inverse_factor = fp16_factors(problem, replace(logit_grad, smoothing=None))
         self.smoothing = self.smoothing_weight = None
         if logit_grad.smoothing is not None and problem.smoothing_weight is not None:
             self.smoothing = logit_grad.smoothing.contiguous()
@@ -819,55 +818,42 @@ class _Backward:
     def _hot_part(self) -> _HotPart:
         problem, hot = self.problem, self.plan.hot
         num_hot, hidden = hot.shape[0], problem.hidden_size
-        present = hot >= 0
-        rows = hot.clamp(min=0)
-        place = torch.full((problem.num_rows + 1,), -1, dtype=torch.int32, device=hot.device)
-        numbers = torch.arange(num_hot, dtype=torch.int32, device=hot.device)
-        place.scatter_(0, torch.where(present, hot, problem.num_rows), torch.where(present, numbers, -1))
-        weight = problem.weight.index_select(0, rows)
-        weight = torch.where(present[:, None], weight, torch.zeros((), dtype=weight.dtype, device=weight.device))
-        target = place[:-1].index_select(0, self.target.clamp(min=0)).long()
-        target = torch.where(self.target >= 0, target, -1)
-        sub_problem = replace(
-            problem,
-            weight=weight,
-            target=target,
-            bias=None if self.bias is None else self.bias.index_select(0, rows),
-            smoothing_weight=None,
-        )
-        operands = LogitOperands.prepare(sub_problem, allow_tma=self.allow_tma)
-        factor, inverse_factor = self._factors()
+        weight = gather_rows(problem.weight, hot)
+        hot_problem = replace(problem, weight=weight, smoothing_weight=None)
+        operands = LogitOperands.prepare(hot_problem, allow_tma=self.allow_tma)
         weight_grad = bias_grad = bias_partials = None
         if self.request.weight is not None:
-            weight_grad = weight.new_zeros((num_hot, hidden), dtype=torch.float32)
+            weight_grad = weight.new_empty((num_hot, hidden), dtype=torch.float32)
         tile_rows = operands.tile.rows
         chunk = max(1, HOT_BYTES // (num_hot * weight.element_size() * tile_rows)) * tile_rows
         chunk = min(chunk, problem.num_tokens)
-        logit_grads = weight.new_empty((chunk, num_hot))
         row_tiles = triton.cdiv(chunk, tile_rows)
+        logit_grads = weight.new_empty(
+            (row_tiles * tile_rows, triton.cdiv(num_hot, operands.tile.cols) * operands.tile.cols)
+        )
         if self.request.bias:
             bias_grad = weight.new_zeros(num_hot, dtype=torch.float32)
             bias_partials = weight.new_empty((row_tiles, num_hot), dtype=torch.float32)
         for start in range(0, problem.num_tokens, chunk):
             stop = min(start + chunk, problem.num_tokens)
-            part, g = operands.tokens(start, stop), logit_grads[: stop - start]
+            part, g = operands.tokens(start, stop), logit_grads[: stop - start, :num_hot]
             _hot_logit_grad_kernel[part.grid()](
-                *part.handles(), part.bias, part.target, present,
+                *part.handles(), part.bias, part.target, hot, self.plan.hot_place,
                 self.max[start:stop], self.log_sum[start:stop], self.prob[start:stop], self.target_factor[start:stop],
-                self.active[start:stop], factor, g, bias_partials,
-                *part.sizes(), part.scale, part.softcap or 1.0,
-                HAS_FACTOR=factor is not None, BIAS_GRAD=bias_partials is not None, **part.flags(),
+                self.active[start:stop], self.factor, logit_grads, bias_partials,
+                logit_grads.stride(0), *part.sizes(), part.scale, part.softcap or 1.0,
+                HAS_FACTOR=self.factor is not None, BIAS_GRAD=bias_partials is not None, **part.flags(),
             )  # fmt: skip
             if bias_grad is not None and bias_partials is not None:
                 bias_grad += bias_partials[: triton.cdiv(stop - start, tile_rows)].sum(0)
             if weight_grad is not None:
                 safe = self._safe_input(start, stop)
-                product(weight_grad, g.T, safe, accumulate=start > 0, factor=inverse_factor, library=self.library)
+                product(weight_grad, g.T, safe, accumulate=start > 0, factor=self.inverse_factor, library=self.library)
             if self.input_grad is not None:
                 for first, last, row in self._rows_of(start, stop):
                     out, part_g = self.input_grad[row : row + last - first], g[first - start : last - start]
-                    product(out, part_g, weight, accumulate=False, factor=inverse_factor, library=self.library)
-        return _HotPart(place, weight_grad, bias_grad)
+                    product(out, part_g, weight, accumulate=False, factor=self.inverse_factor, library=self.library)
+        return _HotPart(weight_grad, bias_grad)
 
     def _rows_of(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """Tokens from ``start`` to ``stop`` as neighbours also in grad E: first, one behind the last, and first row."""
@@ -882,22 +868,13 @@ class _Backward:
     def _safe_input(self, start: int, stop: int) -> Tensor:
         """E with 0 in rows without gradient, which may hold NaN; in the memory of grad E's result if it fits there."""
         part = self.problem.input[start:stop]
-        out = None
         # Rows of other tokens may be done already, and with runs these rows can be theirs.
         unused = stop - start == self.problem.num_tokens or all(piece.runs == 1 for piece in self.pieces)
         if unused and self.input_grad is not None and self.input_grad.element_size() == part.element_size():
             out = self.input_grad[start:stop].view(part.dtype)
-        zero = torch.zeros((), dtype=part.dtype, device=part.device)
-        return torch.where(self.active[start:stop, None], part, zero, out=out)
-
-    def _factors(self) -> tuple[Tensor | None, Tensor | None]:
-        """The power of two for fp16's G, and its inverse; None for other dtypes."""
-        if self.problem.input.dtype != torch.float16:
-            return None, None
-        bound = torch.maximum(self.prob.abs(), self.target_factor.abs())
-        largest = torch.where(self.active & bound.isfinite(), bound, 0.0).max() * abs(self.problem.logit_scale)
-        exponent = torch.frexp(largest).exponent.clamp(-100, 100)
-        return _power_of_two(FP16_PEAK_EXPONENT - exponent), _power_of_two(exponent - FP16_PEAK_EXPONENT)
+        else:
+            out = part.new_empty(part.shape)
+        return select_tokens(part, self.active[start:stop], out)
 
     # -- grad E, and the weights of all entries
 
@@ -988,7 +965,7 @@ class _Backward:
         blocks = 1 if buffer is None else triton.cdiv(problem.hidden_size, block)
         _weight_grad_kernel[(triton.cdiv(problem.num_rows, COLUMN_ROWS) * blocks,)](
             problem.input, starts, ordered, slot_grads,
-            None if hot is None else hot.place,
+            self.plan.hot_place,
             None if hot is None else hot.weight_grad,
             None if hot is None else hot.bias_grad,
             self.smoothing_weight, smoothed, total, buffer, bias_grad,
@@ -1000,8 +977,3 @@ class _Backward:
             AT_ONCE=COLUMN_AT_ONCE, num_warps=max(1, block // 512),
         )  # fmt: skip
         return bias_grad
-
-
-def _power_of_two(exponent: Tensor) -> Tensor:
-    """``2 ** exponent`` without rounding, built from its bits."""
-    return ((exponent.to(torch.int32) + 127) << 23).view(torch.float32)

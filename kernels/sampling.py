@@ -53,16 +53,54 @@ LARGEST_EXPONENT = 600.0
 
 
 @dataclass(frozen=True)
-class HotRows:
-    """The most frequent targets of a batch; the same on every rank.
+class RowIds:
+    """Which part of the vocabulary a rank holds.
 
     Attributes:
-        ids: ``[H]`` int64, distinct vocabulary ids.
-        is_hot: ``[V]`` bool over the whole vocabulary.
+        vocab_size: ids over the whole group.
+        first: id of the rank's row 0.
+        num_real: rows that have an id; those after them are padding.
+        num_rows: rows that enter the softmax.
     """
 
-    ids: Tensor
-    is_hot: Tensor
+    vocab_size: int
+    first: int
+    num_real: int
+    num_rows: int
+
+    @classmethod
+    def whole(cls, vocab_size: int) -> RowIds:
+        """Those of a single shard without padding."""
+        return cls(vocab_size, 0, vocab_size, vocab_size)
+
+
+@dataclass(frozen=True)
+class AnchorRows:
+    """The rows that the anchor looks at, as one rank sees them: hot ones, and a strided sample of all ids.
+
+    Attributes:
+        rows: int64 ``[H + S]``, this rank's rows: hot ones by ascending id, then the sample's; -1 for those of another
+            rank, and for ids of the sample that are hot.
+        num_hot: H.
+        place: int32 ``[num_rows]``, what number a row has among the hot ones, from 1; 0 for a row that isn't hot.
+        num_cold: int32 ``[1]``, how many ids of the sample aren't hot, over the whole vocabulary.
+        vocab_size: ids over the whole group.
+    """
+
+    rows: Tensor
+    num_hot: int
+    place: Tensor
+    num_cold: Tensor
+    vocab_size: int
+
+    @property
+    def hot(self) -> Tensor:
+        return self.rows[: self.num_hot]
+
+    @property
+    def num_others(self) -> int:
+        """Ids that aren't hot, over the whole vocabulary."""
+        return self.vocab_size - self.num_hot
 
 
 def mix(x: Tensor) -> Tensor:
@@ -114,64 +152,42 @@ def phase(token: Tensor, count: Tensor) -> Tensor:
     return (mix(token + PHASE_SALT) * count) >> 32
 
 
-def choose_hot_rows(target: Tensor, active: Tensor, vocab_size: int, rows: int) -> HotRows:
-    """The ``min(rows, V)`` most frequent targets, the lowest ids first among equals. No host synchronisation."""
-    known = active & (target >= 0) & (target < vocab_size)
-    counts = torch.zeros(vocab_size + 1, dtype=torch.int64, device=target.device)
-    counts.scatter_add_(0, torch.where(known, target, vocab_size), known.long())
-    # A key without ties: the choice must be the same on every rank. Of 32 bits, which are sorted out twice as fast as
-    # 64: of ids so frequent that they don't fit, there are too few to be left out.
-    counts = counts[:vocab_size].clamp(max=(2**31 - 1) // vocab_size - 1)
-    key = (counts * vocab_size + torch.arange(vocab_size - 1, -1, -1, device=target.device)).to(torch.int32)
-    ids = key.topk(min(rows, vocab_size)).indices
-    # index_fill_, not an assignment: that would copy a host scalar, which a CUDA graph can't capture.
-    is_hot = torch.zeros(vocab_size, dtype=torch.bool, device=target.device).index_fill_(0, ids, True)
-    return HotRows(ids, is_hot)
+def anchor_rows(target: Tensor, active: Tensor, ids: RowIds, reference_rows: int) -> AnchorRows:
+    """Choose hot rows and a cold sample: the same on every rank, each of which sees its own part.
 
+    The hot rows are the ``min(reference_rows, V)`` most frequent targets, the lowest ids first among equals.
 
-@dataclass(frozen=True)
-class LookedAt:
-    """The anchor's rows as one rank sees them: ``[H + S]`` each.
-
-    Attributes:
-        rows: local rows, int64; 0 for those that another rank holds.
-        hot: bool, a hot row that is here.
-        cold: bool, a row of the cold sample that is here.
+    Args:
+        target: int64 ``[N]``, vocabulary ids.
+        active: bool ``[N]``; other tokens' targets don't count.
     """
+    vocab_size, device = ids.vocab_size, target.device
+    known = active & (target >= 0) & (target < vocab_size)
+    counts = torch.zeros(vocab_size + 1, dtype=torch.int64, device=device)
+    counts.scatter_add_(0, torch.where(known, target, vocab_size), known.long())
+    # A key without ties: the choice must be the same on every rank.
+    key = counts[:vocab_size] * vocab_size + torch.arange(vocab_size - 1, -1, -1, device=device)
+    hot = key.topk(min(reference_rows, vocab_size)).indices.sort().values
+    is_hot = torch.zeros(vocab_size, dtype=torch.bool, device=device).index_fill_(0, hot, True)
+    size = min(COLD_ROWS, vocab_size)
+    sample = torch.arange(size, device=device) * vocab_size // size
+    is_cold = ~is_hot[sample]
 
-    rows: Tensor
-    hot: Tensor
-    cold: Tensor
-
-
-@dataclass(frozen=True)
-class AnchorRows:
-    """The rows that the anchor looks at: hot ones, and a strided sample of the others (``is_cold``: not hot)."""
-
-    hot: HotRows
-    cold_ids: Tensor
-    is_cold: Tensor
-    vocab_size: int
-
-    @classmethod
-    def choose(cls, hot: HotRows, vocab_size: int) -> AnchorRows:
-        size = min(COLD_ROWS, vocab_size)
-        cold_ids = torch.arange(size, device=hot.ids.device) * vocab_size // size
-        return cls(hot, cold_ids, ~hot.is_hot[cold_ids], vocab_size)
-
-    def local(self, first_id: int, num_real: int) -> LookedAt:
-        """As seen by the rank that holds ids from ``first_id`` on, ``num_real`` of them."""
-        rows = torch.cat([self.hot.ids, self.cold_ids]) - first_id
-        here = (rows >= 0) & (rows < num_real)
-        nowhere = torch.zeros_like(self.hot.ids, dtype=torch.bool)
-        return LookedAt(
-            rows=torch.where(here, rows, 0),
-            hot=here & torch.cat([~nowhere, torch.zeros_like(self.is_cold)]),
-            cold=here & torch.cat([nowhere, self.is_cold]),
-        )
+    hot_rows = _here(hot, ids)
+    place = torch.zeros(ids.num_rows + 1, dtype=torch.int32, device=device)
+    numbers = torch.arange(1, len(hot) + 1, dtype=torch.int32, device=device)
+    place.scatter_(0, torch.where(hot_rows >= 0, hot_rows, ids.num_rows), numbers)
+    rows = torch.cat([hot_rows, torch.where(is_cold, _here(sample, ids), -1)])
+    return AnchorRows(rows, len(hot), place[:-1], is_cold.sum(dtype=torch.int32)[None], vocab_size)
 
 
-def anchor_sums(problem: LocalProblem, rows: AnchorRows, first_id: int, num_real: int) -> Tensor:
+def _here(wanted: Tensor, ids: RowIds) -> Tensor:
+    """Rows of vocabulary ids; -1 for those of another rank."""
+    rows = wanted - ids.first
+    return torch.where((rows >= 0) & (rows < ids.num_real), rows, -1)
+
+
+def anchor_sums(problem: LocalProblem, rows: AnchorRows) -> Tensor:
     """This rank's part of the anchor, to be summed over the group: fp64 ``[5, N]``.
 
     Sum of exponentials over hot rows; the target's exponential where it isn't hot; and over the cold sample the sums of
@@ -181,35 +197,32 @@ def anchor_sums(problem: LocalProblem, rows: AnchorRows, first_id: int, num_real
     sums = torch.zeros(5, problem.num_tokens, dtype=torch.float64, device=problem.input.device)
     if problem.num_rows == 0 or problem.num_tokens == 0:
         return sums
-    looked_at = rows.local(first_id, num_real)
-    weight = problem.weight[looked_at.rows]
+    looked_at, number = rows.rows.clamp(min=0), torch.arange(len(rows.rows), device=rows.rows.device)
+    hot = (rows.rows >= 0) & (number < rows.num_hot)
+    cold = (rows.rows >= 0) & (number >= rows.num_hot)
+    weight = problem.weight[looked_at]
     for start in range(0, problem.num_tokens, _ANCHOR_TOKENS):
         block = slice(start, start + _ANCHOR_TOKENS)
-        z = finish_logits(problem, problem.input[block] @ weight.T, looked_at.rows)
+        z = finish_logits(problem, problem.input[block] @ weight.T, looked_at)
         exponentials = _wide_exp(z)
-        cold = torch.where(looked_at.cold, z, 0.0).double()
-        sums[0, block] = torch.where(looked_at.hot, exponentials, 0.0).sum(dim=1)
-        sums[2, block] = cold.sum(dim=1)
-        sums[3, block] = cold.square().sum(dim=1)
-        sums[4, block] = torch.where(looked_at.cold, exponentials, 0.0).sum(dim=1)
-    sums[1] = _target_exponentials(problem, rows, first_id)
+        cold_z = torch.where(cold, z, 0.0).double()
+        sums[0, block] = torch.where(hot, exponentials, 0.0).sum(dim=1)
+        sums[2, block] = cold_z.sum(dim=1)
+        sums[3, block] = cold_z.square().sum(dim=1)
+        sums[4, block] = torch.where(cold, exponentials, 0.0).sum(dim=1)
+    sums[1] = _target_exponentials(problem, rows)
     return sums
 
 
-def counted(problem: LocalProblem, rows: AnchorRows, first_id: int) -> Tensor:
-    """Bool ``[N]``: the token's target is here, and not hot (it would count twice)."""
-    ids = problem.target.clamp(min=0) + first_id
-    return (problem.target >= 0) & ~rows.hot.is_hot[ids.clamp(max=rows.vocab_size - 1)]
-
-
-def _target_exponentials(problem: LocalProblem, rows: AnchorRows, first_id: int) -> Tensor:
+def _target_exponentials(problem: LocalProblem, rows: AnchorRows) -> Tensor:
+    """0 where the target is another rank's, or hot: it would count twice."""
     row = problem.target.clamp(min=0)
     dots = torch.zeros(problem.num_tokens, dtype=torch.float32, device=problem.input.device)
     for start in range(0, problem.num_tokens, _ANCHOR_TOKENS):
         block = slice(start, start + _ANCHOR_TOKENS)
         dots[block] = (problem.input[block].float() * problem.weight[row[block]].float()).sum(dim=1)
     z = finish_logits(problem, dots[:, None], row, paired=True)[:, 0]
-    return torch.where(counted(problem, rows, first_id), _wide_exp(z), 0.0)
+    return torch.where((problem.target >= 0) & (rows.place[row] == 0), _wide_exp(z), 0.0)
 
 
 def _wide_exp(z: Tensor) -> Tensor:
@@ -234,9 +247,8 @@ def anchor(sums: Tensor, rows: AnchorRows) -> Tensor:
     modes, the second if one large logit happens to be in the sample, and an anchor too low costs only longer lists.
     Without a cold row in the sample, that mean is 0.
     """
-    size = rows.is_cold.sum().clamp(min=1)
+    size = rows.num_cold.clamp(min=1)
     mean = sums[2] / size
     normal = mean + 0.5 * (sums[3] / size - mean.square()).clamp(min=0.0)
     typical = torch.minimum(normal.clamp(max=LARGEST_EXPONENT).exp(), sums[4] / size)
-    others = rows.vocab_size - rows.hot.ids.shape[0]
-    return (sums[0] + sums[1] + others * typical).log().float()
+    return (sums[0] + sums[1] + rows.num_others * typical).log().float()

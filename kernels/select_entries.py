@@ -33,7 +33,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import forward, hopper, sampling
-from .fold import empty_partials
+from .fold import empty_partials, unset_partials
 from .interface import LocalProblem, Partials, SamplingPlan
 from .logits import LOG2E, LogitOperands, finish_logits, grouped_tile, row_products
 from .tiles import INTERPRETED, Tile
@@ -42,9 +42,9 @@ from .workspace import ALLOCATION, FP32_BYTES, allocated, workspace_too_small
 CHUNK_BYTES = 48 * 2**20
 """Default size of the bitmap and the partials together: beyond it, tokens are taken in chunks."""
 WORD_BITS: tl.constexpr = tl.constexpr(sampling.WORD_BITS)
-LIST_WORDS = 1024
-"""Most words of a bitmap that a program, one warp, reads at once. Few bits are set: what counts is to see that soon."""
-HASH_SIZE = 1024
+LIST_WORDS, LIST_WARPS = 1024, 1
+"""Most words of a bitmap that a program reads at once. Few bits are set: what counts is to see that soon."""
+PREPARE_SIZE = 1024
 
 GOLDEN = tl.constexpr(sampling.GOLDEN)
 MIX_1 = tl.constexpr(sampling.MIX_1)
@@ -117,13 +117,33 @@ def popcount(x):  # type: ignore[no-untyped-def]
         return ((x * 0x01010101) >> 24).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_ids", "first_id"])
-def _hash_kernel(seed, token_hashes, id_hashes, num_tokens, num_ids, first_id, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Every token's and every row's hash: a tile would repeat it for each of its threads."""
+@triton.jit(do_not_specialize=["num_tokens", "num_rows", "num_ids", "first_id"])
+def _prepare_kernel(  # type: ignore[no-untyped-def]
+    seed,
+    hot_place,
+    token_hashes,
+    id_hashes,
+    cold,
+    target_logit,
+    num_tokens,
+    num_rows,
+    num_ids,
+    first_id,
+    SIZE: tl.constexpr,
+):
+    """Hashes of tokens and of rows, which a tile would repeat for each of its threads; which rows may be sampled (those
+    that exist and aren't hot), a bit each; and target logits of 0."""
     o = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     b_seed = tl.load(seed)
     tl.store(token_hashes + o, token_hash(b_seed, o).to(tl.int32, bitcast=True), mask=o < num_tokens)
+    tl.store(target_logit + o, tl.zeros((SIZE,), dtype=tl.float32), mask=o < num_tokens)
     tl.store(id_hashes + o, id_hash(b_seed, first_id + o).to(tl.int32, bitcast=True), mask=o < num_ids)
+    o_bit = tl.arange(0, WORD_BITS)[None, :]
+    o_word = tl.program_id(0) * (SIZE // WORD_BITS) + tl.arange(0, SIZE // WORD_BITS)
+    o_row = o_word[:, None] * WORD_BITS + o_bit
+    b_place = tl.load(hot_place + o_row, mask=o_row < num_rows, other=1)
+    b_words = tl.sum(tl.where(b_place == 0, 1 << o_bit, 0), 1)
+    tl.store(cold + o_word, b_words, mask=o_word * WORD_BITS < num_ids)
 
 
 @triton.jit
@@ -374,19 +394,19 @@ def select(
     """
     num_tokens, num_rows, device = problem.num_tokens, problem.num_rows, problem.input.device
     smoothing = problem.smoothing_weight is not None
-    results = empty_partials(num_tokens, device, smoothing=smoothing, stats=stats)
     new = problem.input.new_empty
     budget = min(plan.budget, num_rows)
     rows = new((num_tokens, budget), dtype=torch.int32)
     if num_tokens == 0 or num_rows == 0:
         nothing = torch.zeros(num_tokens, dtype=torch.int32, device=device)
-        return results, Selection(rows, nothing, nothing)
+        return empty_partials(num_tokens, device, smoothing=smoothing, stats=stats), Selection(rows, nothing, nothing)
+    results = unset_partials(num_tokens, device, smoothing=smoothing, stats=stats)
 
     operands = LogitOperands.prepare(problem, allow_tma=allow_tma)
     specialise = specialise and hopper.available_to_select(operands, stats=stats)
     num_tiles = triton.cdiv(num_rows, operands.tile.cols)
     words = num_tiles * operands.tile.cols // sampling.WORD_BITS
-    selection = Selection(rows, new(num_tokens, dtype=torch.int32), cold_words(plan.hot, num_rows, words))
+    selection = Selection(rows, new(num_tokens, dtype=torch.int32), new(words, dtype=torch.int32))
     fields = 2 + smoothing + stats
     chunk = _tokens_at_once(
         problem, operands.tile, ((fields + stats) * num_tiles + words) * FP32_BYTES,
@@ -401,9 +421,10 @@ def select(
     anchor, active = plan.anchor.contiguous(), plan.active.contiguous()
     num_ids = words * WORD_BITS.value  # whole tiles of them
     token_hashes, id_hashes = new(num_tokens, dtype=torch.int32), new(num_ids, dtype=torch.int32)
-    _hash_kernel[(triton.cdiv(max(num_tokens, num_ids), HASH_SIZE),)](
-        plan.seed, token_hashes, id_hashes, num_tokens, num_ids, plan.first_id, SIZE=HASH_SIZE, num_warps=4
-    )
+    _prepare_kernel[(triton.cdiv(max(num_tokens, num_ids), PREPARE_SIZE),)](
+        plan.seed, plan.hot_place, token_hashes, id_hashes, selection.cold, results.target_logit,
+        num_tokens, num_rows, num_ids, plan.first_id, SIZE=PREPARE_SIZE, num_warps=4,
+    )  # fmt: skip
     for start in range(0, num_tokens, chunk):
         stop = min(start + chunk, num_tokens)
         part = operands.tokens(start, stop)
@@ -425,19 +446,9 @@ def select(
             bitmap, token_hashes[start:stop], active[start:stop],
             selection.found[start:stop], selection.rows[start:stop], words, budget,
             WHOLE=words <= list_words, WIDE=num_rows * budget >= 2**31,
-            SIZE=list_words, num_warps=1,
+            SIZE=list_words, num_warps=LIST_WARPS,
         )  # fmt: skip
     return results, selection
-
-
-def cold_words(hot: Tensor, num_rows: int, words: int) -> Tensor:
-    """Bits of the rows that may be sampled: those that exist and are not hot."""
-    bits = WORD_BITS.value
-    flags = torch.zeros(words * bits + 1, dtype=torch.int32, device=hot.device)
-    flags[:num_rows] = 1
-    flags.index_fill_(0, torch.where(hot < 0, words * bits, hot), 0)
-    shifts = torch.arange(bits, dtype=torch.int32, device=hot.device)
-    return (flags[:-1].view(words, bits) << shifts).sum(1, dtype=torch.int32)
 
 
 def _tokens_at_once(problem: LocalProblem, tile: Tile, per_token: int, fixed: int) -> int:

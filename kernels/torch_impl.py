@@ -40,8 +40,16 @@ class TorchImplementation:
     ) -> Tensor | None:
         return reference.gradients(problem, logit_grad, request, on_input_grad)
 
-    def anchor_sums(self, problem: LocalProblem, rows: sampling.AnchorRows, first_id: int, num_real: int) -> Tensor:
-        return sampling.anchor_sums(problem, rows, first_id, num_real)
+    def anchor_rows(
+        self, target: Tensor, active: Tensor, ids: sampling.RowIds, reference_rows: int
+    ) -> sampling.AnchorRows:
+        return sampling.anchor_rows(target, active, ids, reference_rows)
+
+    def anchor_sums(self, problem: LocalProblem, rows: sampling.AnchorRows) -> Tensor:
+        return sampling.anchor_sums(problem, rows)
+
+    def anchor(self, sums: Tensor, rows: sampling.AnchorRows) -> Tensor:
+        return sampling.anchor(sums, rows)
 
     def select(self, problem: LocalProblem, plan: SamplingPlan, *, stats: bool) -> tuple[Partials, Entries]:
         return sampled_reference.select(problem, plan, stats=stats)

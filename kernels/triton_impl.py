@@ -88,10 +88,22 @@ class TritonImplementation:
             )
 
     @torch.no_grad()
-    def anchor_sums(self, problem: LocalProblem, rows: sampling.AnchorRows, first_id: int, num_real: int) -> Tensor:
+    def anchor_rows(
+        self, target: Tensor, active: Tensor, ids: sampling.RowIds, reference_rows: int
+    ) -> sampling.AnchorRows:
+        with _on_device(target):
+            return anchor.anchor_rows(target, active, ids, reference_rows)
+
+    @torch.no_grad()
+    def anchor_sums(self, problem: LocalProblem, rows: sampling.AnchorRows) -> Tensor:
         _check(problem)
-        with _on_device(problem.input), torch.autocast(problem.input.device.type, enabled=False):
-            return anchor.anchor_sums(problem, rows, first_id, num_real, allow_tma=self.allow_tma)
+        with _on_device(problem.input):
+            return anchor.anchor_sums(problem, rows, allow_tma=self.allow_tma)
+
+    @torch.no_grad()
+    def anchor(self, sums: Tensor, rows: sampling.AnchorRows) -> Tensor:
+        with _on_device(sums):
+            return anchor.anchor(sums, rows)
 
     @torch.no_grad()
     def select(

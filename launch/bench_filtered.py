@@ -58,9 +58,9 @@ class FilteredLoss:
 
     def make_plan(self) -> FilterPlan:
         problem = self.problem
-        hot = sampling.choose_hot_rows(problem.target, self.active, problem.num_rows, filtering.REFERENCE_ROWS)
-        rows = sampling.AnchorRows.choose(hot, problem.num_rows)
-        anchor = sampling.anchor(TRITON.anchor_sums(problem, rows, 0, problem.num_rows), rows)
+        ids = sampling.RowIds.whole(problem.num_rows)
+        rows = TRITON.anchor_rows(problem.target, self.active, ids, filtering.REFERENCE_ROWS)
+        anchor = TRITON.anchor(TRITON.anchor_sums(problem, rows), rows)
         return FilterPlan(
             self.mode.eps, self.mode.input, self.mode.weight, self.mode.order, filtering.finite(anchor), self.active,
             filtering.TILE_ROWS, filtering.TILE_COLS,

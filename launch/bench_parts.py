@@ -36,11 +36,12 @@ class SampledLoss:
 
     def make_plan(self) -> SamplingPlan:
         problem = self.problem
-        hot = sampling.choose_hot_rows(problem.target, self.active, problem.num_rows, self.mode.reference_rows)
-        rows = sampling.AnchorRows.choose(hot, problem.num_rows)
-        sums = TRITON.anchor_sums(problem, rows, 0, problem.num_rows)
-        anchor = sampling.anchor(sums, rows)
-        return SamplingPlan(float(self.mode.eps), self.mode.most_entries, self.seed, anchor, self.active, hot.ids, 0)
+        ids = sampling.RowIds.whole(problem.num_rows)
+        rows = TRITON.anchor_rows(problem.target, self.active, ids, self.mode.reference_rows)
+        anchor = TRITON.anchor(TRITON.anchor_sums(problem, rows), rows)
+        return SamplingPlan(
+            float(self.mode.eps), self.mode.most_entries, self.seed, anchor, self.active, rows.hot, rows.place, 0
+        )
 
     def select(self) -> Any:
         return select_entries.select(self.problem, self.plan, stats=False)
@@ -91,7 +92,7 @@ def measure_parts(inputs: Inputs, mode: Sampled, repeats: int, meter: Meter) -> 
     operands = LogitOperands.prepare(problem)
     works: dict[str, Callable[[], object]] = {
         "forward": captured(lambda: forward.partials(operands, stats=False, workspace=None)),
-        "anchor": loss.make_plan,  # not captured: PyTorch operators of the caller's
+        "anchor": captured(loss.make_plan),
         "select": captured(loss.select),
         "all but the anchor": captured(loss.whole),
         **parts(loss),

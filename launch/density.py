@@ -83,11 +83,9 @@ class Anchor:
     @classmethod
     def of(cls, model: Model, weight: Tensor) -> Anchor:
         active = torch.ones(len(model.target), dtype=torch.bool)
-        hot = sampling.choose_hot_rows(model.target, active, len(weight), HOT_ROWS)
-        rows = sampling.AnchorRows.choose(hot, len(weight))
+        rows = sampling.anchor_rows(model.target, active, sampling.RowIds.whole(len(weight)), HOT_ROWS)
         problem = LocalProblem(model.hidden.to(weight.dtype), weight, model.target)
-        sums = sampling.anchor_sums(problem, rows, 0, len(weight))
-        return cls(sampling.anchor(sums, rows), hot.ids)
+        return cls(sampling.anchor(sampling.anchor_sums(problem, rows), rows), rows.hot)
 
 
 @dataclass(frozen=True)

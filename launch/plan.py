@@ -44,8 +44,8 @@ PARTIALS = 2
 """Numbers of a tile about a token: maximum and sum."""
 LOSS_VALUES = 8
 """fp32 numbers about a token that are alive at once while the loss is made of the partials."""
-ANCHOR_SUMS, ANCHOR_PARTIALS = 5, 4
-"""fp64 numbers about a token in the sampled mode's anchor, and of a tile about a token."""
+ANCHOR_SUMS = 5
+"""fp64 numbers about a token in the sampled mode's anchor."""
 MOST_TOKENS = 2**26
 """Where the search for the largest micro-batch ends."""
 GPUS = {"b200": 178.0, "h200": 139.8, "h100": 79.1, "a100": 79.2, "l40s": 44.4, "rtx4090": 23.5}
@@ -177,20 +177,20 @@ def sampled(shape: Shape) -> int:
     slots = shape.tokens * (budget + 1)
     number = FP32 if slots < 2**31 else INT64
     transpose = slots * (FP32 + 2 * number) + shape.rows * (FP32 + number)
-    # The rows of other ranks are cleared in a copy of those gathered.
-    hot_part = max(2 * gathered, gathered + kept_of_hot + logit_grads)
+    hot_part = gathered + kept_of_hot + logit_grads
     backward_pass = shape.gradients + lists + max(hot_part, kept_of_hot + transpose)
     return max(_anchor(shape, tile, hot), lists + select, backward_pass)
 
 
 def _anchor(shape: Shape, tile: Tile, hot: int) -> int:
-    """Before anything else: the hot and the cold rows, what their tiles say about the tokens, and its sums."""
+    """Before anything else: the hot and the cold rows, the tokens' products with them, and sums of these."""
     from cce_tp.kernels import anchor, sampling
 
     looked_at = hot + min(sampling.COLD_ROWS, shape.rows)
-    tiles = -(-looked_at // anchor._narrow(tile).cols)
-    sums = ANCHOR_SUMS + ANCHOR_PARTIALS + ANCHOR_PARTIALS - 1  # the result, and its parts on their way there
-    return looked_at * shape.hidden * shape.dtype.itemsize + (ANCHOR_PARTIALS * tiles + sums) * FP64 * shape.tokens
+    tokens = anchor.tokens_at_once(shape.tokens, looked_at, tile.rows)
+    products = FP32 * (-(-tokens // tile.rows) * tile.rows) * (-(-looked_at // tile.cols) * tile.cols)
+    gathered = looked_at * shape.hidden * shape.dtype.itemsize
+    return gathered + products + ANCHOR_SUMS * FP64 * shape.tokens + FP32 * shape.vocabulary
 
 
 METHODS: dict[str, Callable[[Shape], int]] = {

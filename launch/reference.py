@@ -84,11 +84,9 @@ def sampling_noise(inputs: Inputs, mode: Sampled, exact: Reference) -> tuple[flo
     """
     tokens, rows, _ = inputs.shape
     active = torch.ones_like(inputs.target, dtype=torch.bool)
-    hot = sampling.choose_hot_rows(inputs.target, active, rows, mode.reference_rows)
-    looked_at = sampling.AnchorRows.choose(hot, rows)
+    looked_at = sampling.anchor_rows(inputs.target, active, sampling.RowIds.whole(rows), mode.reference_rows)
     problem = LocalProblem(inputs.hidden, inputs.weight, inputs.target)
-    sums = sampling.anchor_sums(problem, looked_at, 0, rows)
-    anchor = sampling.anchor(sums, looked_at)
+    anchor = sampling.anchor(sampling.anchor_sums(problem, looked_at), looked_at)
     with full_precision():
         c = inputs.weight.float()
         row_sizes = c.square().sum(1)
@@ -100,7 +98,7 @@ def sampling_noise(inputs: Inputs, mode: Sampled, exact: Reference) -> tuple[flo
             p = z.sub_(z.logsumexp(1, keepdim=True)).exp_()
             # Nothing is kept below 2^-24: there it is a bias, no noise, and as small.
             variance = torch.where(kept > 0, (1.0 / kept - 1.0), 1.0).mul_(p.square_())
-            variance.masked_fill_(hot.is_hot, 0.0).scatter_(1, target, 0.0)
+            variance.masked_fill_(looked_at.place > 0, 0.0).scatter_(1, target, 0.0)
             of_input += (variance @ row_sizes).sum(dtype=torch.float64)
             of_weight += (variance.sum(1) * e.square().sum(1)).sum(dtype=torch.float64)
     return (

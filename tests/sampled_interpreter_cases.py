@@ -14,12 +14,21 @@ from typing import Any
 import pytest
 import torch
 from local_problem import LocalSpec, expected_gradients, logits, make, relative_error
-from sampled_problem import SampledCase, assert_same_entries, compare, compare_anchor, kept_entries, run_sampled
+from sampled_problem import (
+    SampledCase,
+    assert_same_entries,
+    compare,
+    compare_anchor,
+    compare_anchor_rows,
+    draw_targets,
+    kept_entries,
+    run_sampled,
+)
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("TRITON_INTERPRET=1 is not set", allow_module_level=True)
 
-from cce_tp.kernels import sampled, sampled_reference, select_entries, tiles
+from cce_tp.kernels import anchor, sampled, sampled_reference, sampling, select_entries, tiles
 from cce_tp.kernels.interface import GradientRequest, TokenPiece, WeightGradBuffer
 
 NAN = float("nan")
@@ -308,3 +317,39 @@ def test_masked_logits() -> None:
 )
 def test_anchor_sums(options: dict[str, Any]) -> None:
     compare_anchor(make(small(**options)))
+
+
+@pytest.mark.parametrize("ids", [(50, 0, 50, 50), (2100, 700, 650, 700), (1500, 600, 0, 4), (1, 0, 1, 1)], ids=str)
+@pytest.mark.parametrize("reference_rows", [1, 7, 400])
+def test_anchor_rows(ids: tuple[int, int, int, int], reference_rows: int) -> None:
+    """Fewer ids than there may be hot rows, more than have been seen, ranks in the middle and without rows."""
+    target, active = draw_targets(300, ids[0])
+    compare_anchor_rows(target, active, sampling.RowIds(*ids), reference_rows)
+
+
+def test_anchor_rows_of_nothing() -> None:
+    """All targets the same, none known, and no token at all."""
+    ids = sampling.RowIds(1100, 0, 1100, 1100)
+    target = torch.full((40,), 3)
+    for some in (target, target - 4, target + 1097, target[:0]):
+        compare_anchor_rows(some, torch.ones_like(some, dtype=torch.bool), ids, 5)
+    compare_anchor_rows(target, torch.zeros_like(target, dtype=torch.bool), ids, 5)
+
+
+def test_anchor_looks_at_its_own_rows_only() -> None:
+    """Ranks' sums add up to those of one shard, whose tiles they share."""
+    problem = make(small(tokens=7, hidden=9, rows=130, off_shard=0.0, inactive=0.0))
+    active = torch.ones_like(problem.target, dtype=torch.bool)
+    whole = anchor.anchor_rows(problem.target, active, sampling.RowIds.whole(130), 50)
+    right = anchor.anchor_sums(problem, whole)
+    parts = torch.zeros_like(right)
+    for start in (0, 40, 41):
+        stop = {0: 40, 40: 41, 41: 130}[start]
+        ids = sampling.RowIds(130, start, stop - start, stop - start)
+        rows = anchor.anchor_rows(problem.target, active, ids, 50)
+        local = (problem.target >= start) & (problem.target < stop)
+        target = torch.where(local, problem.target - start, -1)
+        parts += anchor.anchor_sums(replace(problem, weight=problem.weight[start:stop], target=target), rows)
+        assert torch.equal(rows.num_cold, whole.num_cold)
+    assert torch.allclose(parts, right, rtol=1e-14, atol=0.0)
+    assert torch.equal(anchor.anchor(parts, whole), anchor.anchor(right, whole))

@@ -10,8 +10,7 @@ import torch
 from local_problem import Gradients, LocalSpec, logits, make, make_logit_gradient, relative_error
 from torch import Tensor
 
-from cce_tp.kernels import sampled_reference, sampling, select_entries
-from cce_tp.kernels.anchor import anchor_sums
+from cce_tp.kernels import anchor, sampled_reference, sampling, select_entries
 from cce_tp.kernels.interface import (
     GradientRequest,
     LocalProblem,
@@ -59,9 +58,19 @@ class SampledCase:
             anchor=lse.float() + anchor_error * torch.randn(spec.tokens, generator=gen).to(device),
             active=logit_grad.active,
             hot=torch.tensor(hot, dtype=torch.int64, device=device),
+            hot_place=places(hot, spec.rows, device),
             first_id=77,
         )
         return cls(problem, plan, logit_grad)
+
+
+def places(hot: list[int], num_rows: int, device: str = "cpu") -> Tensor:
+    """``SamplingPlan.hot_place``."""
+    place = torch.zeros(num_rows, dtype=torch.int32)
+    for number, row in enumerate(hot, start=1):
+        if row >= 0:
+            place[row] = number
+    return place.to(device)
 
 
 @dataclass(frozen=True)
@@ -181,20 +190,40 @@ def at(case: SampledCase, seed: int) -> SampledCase:
 
 
 def compare_anchor(problem: LocalProblem, **ways: Any) -> None:
-    """The anchor's sums against plain PyTorch's in float64, on a rank in the middle of the vocabulary."""
+    """The anchor and its sums against plain PyTorch's in float64, on a rank in the middle of the vocabulary."""
     first_id, padding, beyond = 7, 3, 11
     vocab_size = first_id + problem.num_rows - padding + beyond
+    ids = sampling.RowIds(vocab_size, first_id, problem.num_rows - padding, problem.num_rows)
     target = torch.where(problem.target >= 0, problem.target + first_id, -1)
-    hot = sampling.choose_hot_rows(target, target >= 0, vocab_size, 4)
-    rows = sampling.AnchorRows.choose(hot, vocab_size)
-    ours = anchor_sums(problem, rows, first_id, problem.num_rows - padding, **ways)
+    rows = anchor.anchor_rows(target, target >= 0, ids, 4)
+    ours = anchor.anchor_sums(problem, rows, **ways)
     wide = replace(
         problem,
         input=problem.input.double(),
         weight=problem.weight.double(),
         bias=None if problem.bias is None else problem.bias.double(),
     )
-    right = sampling.anchor_sums(wide, rows, first_id, problem.num_rows - padding)
+    right = sampling.anchor_sums(wide, rows)
     largest = float(logits(problem).nan_to_num(0.0, 0.0, 0.0).abs().max())
     for row in range(5):  # an exponential is off by as much as its logit is
         assert relative_error(ours[row], right[row]) < 3e-7 * max(10.0, largest), f"sum {row}"
+    r, twin = anchor.anchor(ours, rows), sampling.anchor(ours, rows)
+    assert torch.allclose(r, twin, rtol=2e-7, atol=1e-6, equal_nan=True)
+
+
+def draw_targets(tokens: int, vocab_size: int, device: str = "cpu") -> tuple[Tensor, Tensor]:
+    """Some ids far more frequent than others, some unknown; and which tokens are active."""
+    gen = torch.Generator().manual_seed(tokens + vocab_size)
+    target = (torch.rand(tokens, generator=gen).pow(4) * (vocab_size + 1)).long() * 7919 % (vocab_size + 2) - 1
+    return target.to(device), (torch.rand(tokens, generator=gen) > 0.1).to(device)
+
+
+def compare_anchor_rows(target: Tensor, active: Tensor, ids: sampling.RowIds, reference_rows: int) -> None:
+    """The very rows that plain PyTorch chooses."""
+    ours = anchor.anchor_rows(target, active, ids, reference_rows)
+    twin = sampling.anchor_rows(target, active, ids, reference_rows)
+    assert (ours.num_hot, ours.vocab_size) == (twin.num_hot, twin.vocab_size)
+    for name in ("rows", "place", "num_cold"):
+        got, right = getattr(ours, name), getattr(twin, name)
+        assert got.dtype == right.dtype
+        assert torch.equal(got, right), name

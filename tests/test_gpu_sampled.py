@@ -8,14 +8,23 @@ from typing import Any
 import pytest
 import torch
 from local_problem import OPTION_SPECS, Gradients, LocalSpec, expected_gradients, logits, make, relative_error
-from sampled_problem import SampledCase, assert_same_entries, at, compare, compare_anchor, run_sampled
+from sampled_problem import (
+    SampledCase,
+    assert_same_entries,
+    at,
+    compare,
+    compare_anchor,
+    compare_anchor_rows,
+    draw_targets,
+    run_sampled,
+)
 from torch import Tensor
 
 from cce_tp.kernels.interface import GradientRequest, WeightGradBuffer
 
 pytest.importorskip("triton")
 
-from cce_tp.kernels import hopper, sampled, select_entries
+from cce_tp.kernels import anchor, hopper, sampled, sampling, select_entries
 from cce_tp.kernels.logits import LogitOperands
 
 pytestmark = pytest.mark.gpu
@@ -98,6 +107,25 @@ def test_anchor_sums(options: dict[str, Any], dtype: torch.dtype) -> None:
     problem = make(LocalSpec(tokens=300, hidden=136, rows=3000, dtype=dtype, **options), "cuda")
     compare_anchor(problem)
     compare_anchor(problem, allow_tma=False)
+
+
+@pytest.mark.parametrize("ids", [(50, 0, 50, 50), (70000, 20000, 30000, 30010), (256000, 0, 256000, 256000)], ids=str)
+@pytest.mark.parametrize("reference_rows", [1, 512])
+@pytest.mark.parametrize("tokens", [3, 20000])
+def test_anchor_rows(tokens: int, reference_rows: int, ids: tuple[int, int, int, int]) -> None:
+    target, active = draw_targets(tokens, ids[0], "cuda")
+    compare_anchor_rows(target, active, sampling.RowIds(*ids), reference_rows)
+    compare_anchor_rows(torch.full_like(target, 7), active, sampling.RowIds(*ids), reference_rows)
+
+
+def test_anchor_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of tokens: the same bits."""
+    problem = make(LocalSpec(tokens=1000, hidden=136, rows=3000, dtype=torch.bfloat16, bias=True), "cuda")
+    active = torch.ones_like(problem.target, dtype=torch.bool)
+    rows = anchor.anchor_rows(problem.target, active, sampling.RowIds.whole(3000), 300)
+    whole = anchor.anchor_sums(problem, rows)
+    monkeypatch.setattr(anchor, "PRODUCT_BYTES", 1)
+    assert torch.equal(anchor.anchor_sums(problem, rows), whole)
 
 
 def statistics_case(**options: Any) -> SampledCase:
@@ -232,11 +260,13 @@ def test_offsets_beyond_31_bits() -> None:
     weight[-3, -1] = weight[-5, -1] = 4
     e[:, -1] = 4
     problem = replace(small.problem, input=e, weight=weight, target=torch.full((tokens,), rows - 3, device="cuda"))
+    nowhere_hot = torch.zeros(rows, dtype=torch.int32, device="cuda")
     lse = 2 * torch.tensor(16.0).exp().double() + (rows - 2)
     one = torch.ones(tokens, device="cuda")
     grad = replace(small.logit_grad, max=16 * one, log_sum=(lse.log() - 16).float() * one, prob=one, target=one)
     grad = replace(grad, active=one.bool())
     plan = replace(small.plan, anchor=float(lse.log()) * one, active=one.bool(), budget=16, first_id=0)
+    plan = replace(plan, hot_place=nowhere_hot)
     p = float(torch.tensor(16.0).exp().double() / lse)
     for allow_tma in (True, False):
         buffer = torch.empty_like(weight)

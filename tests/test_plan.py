@@ -98,12 +98,10 @@ def _exact(problem: LocalProblem) -> Any:
 def _sampled(problem: LocalProblem) -> Any:
     mode, rows = cce_tp.Sampled(), problem.num_rows
     active = torch.ones_like(problem.target, dtype=torch.bool)
-    hot = sampling.choose_hot_rows(problem.target, active, rows, mode.reference_rows)
-    anchor_rows = sampling.AnchorRows.choose(hot, rows)
-    sums = anchor.anchor_sums(problem, anchor_rows, 0, rows)
-    r = sampling.anchor(sums, anchor_rows)
+    looked_at = anchor.anchor_rows(problem.target, active, sampling.RowIds.whole(rows), mode.reference_rows)
+    r = anchor.anchor(anchor.anchor_sums(problem, looked_at), looked_at)
     seed = torch.empty(1, dtype=torch.int64, device="meta")
-    drawn = SamplingPlan(mode.eps, mode.most_entries, seed, r, active, hot.ids, 0)
+    drawn = SamplingPlan(mode.eps, mode.most_entries, seed, r, active, looked_at.hot, looked_at.place, 0)
     partials, selection = select_entries.select(problem, drawn, stats=False)
     grad, request = _logit_grad(partials, problem)
     kept: list[torch.Tensor] = []

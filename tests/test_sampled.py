@@ -165,8 +165,7 @@ def anchor_of(repeated: Repeated) -> tuple[Tensor, Tensor]:
     """The anchor that the library uses, and which ids are hot."""
     options, vocab = repeated.spec.options, repeated.weight.shape[0]
     active = repeated.target != options.ignore_index
-    hot = sampling.choose_hot_rows(repeated.target, active, vocab, HOT)
-    rows = sampling.AnchorRows.choose(hot, vocab)
+    rows = sampling.anchor_rows(repeated.target, active, sampling.RowIds.whole(vocab), HOT)
     problem = LocalProblem(
         repeated.input,
         repeated.weight,
@@ -175,7 +174,7 @@ def anchor_of(repeated: Repeated) -> tuple[Tensor, Tensor]:
         logit_scale=options.logit_scale,
         softcap=options.softcap,
     )
-    return sampling.anchor(sampling.anchor_sums(problem, rows, 0, vocab), rows), hot.is_hot
+    return sampling.anchor(sampling.anchor_sums(problem, rows), rows), rows.place > 0
 
 
 def sampled(seed: int | None, **changes: Any) -> cce_tp.Sampled:
