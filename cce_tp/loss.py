@@ -5,14 +5,7 @@ the forward pass gathers the input (under sequence parallelism), reads the shard
 the loss is formed from differences to the common maximum; the backward pass asks the local implementation for the
 gradients and sums that of the input over the group while the rest of the work goes on.
 
-Per token n with label y, with class weights c, smoothing a, and LSE over the vocabulary V::
-
-    loss_n = (1 - a) c_y (LSE - z_y) + (a / V) sum_v c_v (LSE - z_v) + z_loss LSE^2
-
-and, for an upstream gradient u_n of loss_n and h_n of the returned LSE, the gradient in the logits is::
-
-    G_nv = P_n p_nv - u_n (1 - a) c_y 1[v = y] - u_n (a / V) c_v
-    P_n  = u_n ((1 - a) c_y + (a / V) sum_v c_v + 2 z_loss LSE_n) + h_n
+The loss of a token and the factors of its gradient: see ``kernels.tokens``.
 """
 
 from __future__ import annotations
@@ -35,7 +28,6 @@ from .kernels.interface import (
     GradientRequest,
     LocalImplementation,
     LocalProblem,
-    LogitGradient,
     Partials,
     SamplingPlan,
     Selection,
@@ -43,29 +35,13 @@ from .kernels.interface import (
     TokenPiece,
     WeightGradBuffer,
 )
+from .kernels.tokens import TokenRule, negative_log_likelihood, read_labels
 from .options import Backward, Filtered, LossOptions, Sampled
 from .sampler import fixed_seed, sampler
 from .shard import VocabShard
 from .stats import LossStats
 
 __all__ = ["LinearCrossEntropyLoss", "linear_cross_entropy"]
-
-
-@dataclass(frozen=True)
-class _Labels:
-    """What the labels say, per token ``[N]``.
-
-    Attributes:
-        local: row of this rank's weight, or -1.
-        active: not ignored.
-        invalid: not ignored, and no vocabulary id.
-        weight: class weight of the label, fp32, 0 where ignored; 1 without class weights and where invalid.
-    """
-
-    local: Tensor
-    active: Tensor
-    invalid: Tensor
-    weight: Tensor
 
 
 @dataclass(frozen=True)
@@ -85,20 +61,18 @@ class _Call:
         """Rows of the local weight that enter the softmax."""
         return self.shard.num_rows if self.options.count_padding else self.shard.num_real
 
-    def labels(self, target: Tensor, class_weight: Tensor | None) -> _Labels:
-        active = target != self.options.ignored
-        known = (target >= 0) & (target < self.shard.vocab_size)
-        mine = active & (target >= self.shard.start) & (target < self.shard.stop)
-        if class_weight is None:
-            weight = active.float()
-        else:
-            weight = torch.where(known, class_weight.float()[torch.where(known, target, 0)], 1.0) * active
-        return _Labels(torch.where(mine, target - self.shard.start, -1), active, active & ~known, weight)
-
-    def spoil(self, values: Tensor, labels: _Labels) -> Tensor:
-        """NaN for tokens whose label means nothing; 0 for ignored ones."""
-        values = torch.where(labels.active, values, 0.0)
-        return values.masked_fill(labels.invalid, float("nan")) if self.options.unknown_labels == "nan" else values
+    @property
+    def rule(self) -> TokenRule:
+        options = self.options
+        return TokenRule(
+            vocab_size=self.shard.vocab_size,
+            start=self.shard.start,
+            stop=self.shard.stop,
+            ignored=options.ignored,
+            nan_unknown=options.unknown_labels == "nan",
+            label_smoothing=float(options.label_smoothing),
+            z_loss=float(options.z_loss),
+        )
 
     def smoothing_weight(self, class_weight: Tensor | None, device: torch.device) -> Tensor | None:
         """c over the local rows of the softmax, fp32; padding rows have 0. None without label smoothing."""
@@ -108,10 +82,6 @@ class _Call:
         real = slice(self.shard.start, self.shard.stop)
         c[: self.shard.num_real] = 1.0 if class_weight is None else class_weight[real].float()
         return c
-
-    def smoothing_total(self, class_weight: Tensor | None) -> float | Tensor:
-        """``sum_v c_v`` over the whole vocabulary."""
-        return float(self.shard.vocab_size) if class_weight is None else class_weight.float().sum()
 
     def problem(
         self, tokens: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, smoothing_weight: Tensor | None
@@ -166,51 +136,37 @@ class _LinearCrossEntropy(torch.autograd.Function):
             options = call.options
             # Whatever needs no other rank's tokens goes on while they travel.
             gathering = call.gather(local_input)
-            labels = call.labels(target, class_weight)
+            local, active = call.implementation.local_labels(call.rule, target)
             smoothing_weight = call.smoothing_weight(class_weight, weight.device)
-            rows = _anchor_rows(call, target, labels.active)
+            rows = _anchor_rows(call, target, active)
             partials = None
             if rows is None and gathering.under_way and collectives.splits_forward(gathering.local):
-                partials = _partials_in_turn(call, gathering, weight, bias, labels.local, smoothing_weight)
-            problem = call.problem(gathering.tokens(), weight, bias, labels.local, smoothing_weight)
+                partials = _partials_in_turn(call, gathering, weight, bias, local, smoothing_weight)
+            problem = call.problem(gathering.tokens(), weight, bias, local, smoothing_weight)
             ctx.plan = ctx.selection = None
             if call.samples and rows is not None:
-                ctx.plan = _plan_sampling(call, problem, rows, labels.active)
+                ctx.plan = _plan_sampling(call, problem, rows, active)
                 partials, ctx.selection = call.implementation.select(problem, ctx.plan, stats=options.return_stats)
             elif call.filters and rows is not None:
-                ctx.plan = _plan_filter(call, problem, rows, labels.active)
+                ctx.plan = _plan_filter(call, problem, rows, active)
                 partials, peaks = call.implementation.screen(problem, ctx.plan, stats=options.return_stats)
             elif partials is None:
                 partials = call.implementation.partials(problem, stats=options.return_stats)
             mass = None if smoothing_weight is None else smoothing_weight.sum()
             whole = collectives.combine(call.with_global_argmax(partials), mass, call.shard, call.group)
 
-            log_sum = whole.sum_exp.log()
-            lse = whole.max + log_sum
+            made = call.implementation.losses(call.rule, whole, target, class_weight)
             if call.filters:
-                ctx.selection = filtering.tile_map(ctx.plan, problem, peaks, lse)
-            # z_y - M before log S: a common offset of the row cancels exactly.
-            nll = log_sum - (whole.target_logit - whole.max)
-            if options.unknown_labels == "max":
-                nll = torch.where(labels.invalid, log_sum, nll)
-            loss = labels.weight * nll
-            if whole.smoothing is not None:
-                alpha = float(options.label_smoothing)
-                share = alpha / call.shard.vocab_size
-                spread = call.smoothing_total(class_weight) * log_sum - whole.smoothing
-                loss = (1.0 - alpha) * loss + share * spread if alpha < 1.0 else share * spread
-            if options.z_loss != 0.0:
-                loss = loss + float(options.z_loss) * lse.square()
-            loss = call.spoil(loss, labels)
+                ctx.selection = filtering.tile_map(ctx.plan, problem, peaks, made.lse)
 
         ctx.call, ctx.device_type = call, local_input.device.type
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(local_input, weight, bias, target, class_weight, whole.max, log_sum)
+        ctx.save_for_backward(local_input, weight, bias, target, class_weight, whole.max, made.log_sum)
         if not options.return_stats:
-            return loss, lse, None, None, None, None
-        stats = (*_detached_stats(whole, log_sum, nll, target, labels), _keep_rate(ctx.selection, problem))
+            return made.loss, made.lse, None, None, None, None
+        stats = (*_detached_stats(call.rule, whole, made.log_sum, target), _keep_rate(ctx.selection, problem))
         ctx.mark_non_differentiable(*stats)
-        return loss, lse, *stats
+        return made.loss, made.lse, *stats
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -223,14 +179,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
             return (*_gradients(ctx, upstream[0], upstream[1]), None, None, None)
 
 
-def _detached_stats(
-    whole: Partials, log_sum: Tensor, nll: Tensor, target: Tensor, labels: _Labels
-) -> tuple[Tensor, Tensor, Tensor]:
+def _detached_stats(rule: TokenRule, whole: Partials, log_sum: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """``target_logprob``, ``correct``, ``entropy``."""
     assert whole.entropy is not None
     entropy = log_sum - whole.entropy / whole.sum_exp
+    labels = read_labels(rule, target, None)
     nowhere = ~labels.active | labels.invalid
-    logprob = (-nll).masked_fill(nowhere, float("nan"))
+    logprob = (-negative_log_likelihood(rule, whole, log_sum, labels)).masked_fill(nowhere, float("nan"))
     return logprob, (whole.argmax == target) & ~nowhere, entropy
 
 
@@ -319,36 +274,13 @@ def _keep_rate(selection: Selection | TileMap | None, problem: LocalProblem) -> 
     return selection.kept.float() / max(1, problem.num_tokens * problem.num_rows)
 
 
-def _logit_gradient(
-    call: _Call, saved: tuple[Tensor, Tensor], labels: _Labels, class_weight: Tensor | None, u: Tensor, h: Tensor | None
-) -> LogitGradient:
-    """The factors of G for upstream gradients u of the loss and h of the LSE, both fp32 ``[N]``."""
-    top, log_sum = saved
-    options, alpha = call.options, float(call.options.label_smoothing)
-    target_factor = u * labels.weight * (1.0 - alpha)
-    prob, smoothing = target_factor, None
-    if alpha != 0.0:
-        smoothing = u * (alpha / call.shard.vocab_size)
-        prob = prob + smoothing * call.smoothing_total(class_weight)
-        smoothing = smoothing.masked_fill(~labels.active, 0.0)
-    if options.z_loss != 0.0:
-        prob = prob + u * (2.0 * float(options.z_loss)) * (top + log_sum)
-    if h is not None:
-        prob = prob + h
-    prob = call.spoil(prob, labels)
-    target_factor = target_factor.masked_fill(~labels.active, 0.0)
-    return LogitGradient(top, log_sum, prob, target_factor, labels.active, smoothing)
-
-
 def _gradients(ctx: Any, u: Tensor | None, h: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of input, weight (None if it went to ``main_grad``) and bias."""
     call: _Call = ctx.call
     local_input, weight, bias, target, class_weight, top, log_sum = ctx.saved_tensors
     needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
     gathering = call.gather(local_input)
-    u = torch.zeros_like(top) if u is None else u.float()
-    labels = call.labels(target, class_weight)
-    logit_grad = _logit_gradient(call, (top, log_sum), labels, class_weight, u, None if h is None else h.float())
+    local, logit_grad = call.implementation.logit_gradient(call.rule, target, class_weight, top, log_sum, (u, h))
     smoothing_weight = call.smoothing_weight(class_weight, weight.device)
 
     weight_grad = None
@@ -357,10 +289,11 @@ def _gradients(ctx: Any, u: Tensor | None, h: Tensor | None) -> tuple[Tensor | N
         destination = WeightGradBuffer(call.main_grad[: call.softmax_rows], accumulate=True)
     elif needs_weight:
         weight_grad = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
-        weight_grad[call.softmax_rows :].zero_()
+        if call.softmax_rows < len(weight):
+            weight_grad[call.softmax_rows :].zero_()
         destination = WeightGradBuffer(weight_grad[: call.softmax_rows], accumulate=False)
 
-    problem = call.problem(gathering.tokens(), weight, bias, labels.local, smoothing_weight)
+    problem = call.problem(gathering.tokens(), weight, bias, local, smoothing_weight)
     dtype = collectives.reduction_dtype(local_input, call.options.comm_dtype, call.group)
     sequence_parallel = call.options.sequence_parallel
     pieces: tuple[TokenPiece, ...] = ()
@@ -407,8 +340,7 @@ def _reduce(loss: Tensor, call: _Call, target: Tensor, class_weight: Tensor | No
     """Sum, or mean over the class weights of the tokens that aren't ignored; without a host synchronisation."""
     if call.options.reduction == "sum":
         return loss.sum()
-    labels = call.labels(target, class_weight)
-    return loss.sum() / torch.where(labels.active.any(), labels.weight.sum(), 1.0)
+    return loss.sum() / call.implementation.weight_sum(call.rule, target, class_weight)
 
 
 # The collectives and the choice of kernels are opaque to torch.compile: one graph break, the same for every shape.

@@ -31,6 +31,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from .sampling import AnchorRows, RowIds
+    from .tokens import Losses, TokenRule
 
 
 @dataclass(frozen=True)
@@ -296,6 +297,30 @@ class LocalImplementation(Protocol):
         on_input_grad: InputGradReady,
     ) -> Tensor | None:
         """Exact gradients of E (through ``on_input_grad``), C (into its buffer) and b (returned, fp32 ``[V]``)."""
+        ...
+
+    def local_labels(self, rule: TokenRule, target: Tensor) -> tuple[Tensor, Tensor]:
+        """This rank's rows of the labels, int64 ``[N]``, -1 for those of another; and which tokens aren't ignored."""
+        ...
+
+    def losses(self, rule: TokenRule, whole: Partials, target: Tensor, class_weight: Tensor | None) -> Losses:
+        """See ``tokens.losses``."""
+        ...
+
+    def weight_sum(self, rule: TokenRule, target: Tensor, class_weight: Tensor | None) -> Tensor:
+        """See ``tokens.weight_sum``."""
+        ...
+
+    def logit_gradient(
+        self,
+        rule: TokenRule,
+        target: Tensor,
+        class_weight: Tensor | None,
+        top: Tensor,
+        log_sum: Tensor,
+        upstream: tuple[Tensor | None, Tensor | None],
+    ) -> tuple[Tensor, LogitGradient]:
+        """See ``tokens.logit_gradient``."""
         ...
 
     def anchor_rows(self, target: Tensor, active: Tensor, ids: RowIds, reference_rows: int) -> AnchorRows:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import filtered_reference, reference, sampled_reference, sampling
+from . import filtered_reference, reference, sampled_reference, sampling, tokens
 from .interface import (
     FilterPlan,
     GradientRequest,
@@ -18,6 +18,7 @@ from .interface import (
     TileMap,
 )
 from .sampled_reference import Entries
+from .tokens import Losses, TokenRule
 
 
 class TorchImplementation:
@@ -39,6 +40,27 @@ class TorchImplementation:
         on_input_grad: InputGradReady,
     ) -> Tensor | None:
         return reference.gradients(problem, logit_grad, request, on_input_grad)
+
+    def local_labels(self, rule: TokenRule, target: Tensor) -> tuple[Tensor, Tensor]:
+        labels = tokens.read_labels(rule, target, None)
+        return labels.local, labels.active
+
+    def losses(self, rule: TokenRule, whole: Partials, target: Tensor, class_weight: Tensor | None) -> Losses:
+        return tokens.losses(rule, whole, target, class_weight)
+
+    def weight_sum(self, rule: TokenRule, target: Tensor, class_weight: Tensor | None) -> Tensor:
+        return tokens.weight_sum(rule, target, class_weight)
+
+    def logit_gradient(
+        self,
+        rule: TokenRule,
+        target: Tensor,
+        class_weight: Tensor | None,
+        top: Tensor,
+        log_sum: Tensor,
+        upstream: tuple[Tensor | None, Tensor | None],
+    ) -> tuple[Tensor, LogitGradient]:
+        return tokens.logit_gradient(rule, target, class_weight, top, log_sum, upstream)
 
     def anchor_rows(
         self, target: Tensor, active: Tensor, ids: sampling.RowIds, reference_rows: int

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from . import anchor, exact, filtered, forward, sampled, sampling, select_entries
+from . import anchor, exact, filtered, forward, sampled, sampling, select_entries, token_kernels
 from .interface import (
     FilterPlan,
     GradientRequest,
@@ -21,6 +21,7 @@ from .interface import (
 )
 from .logits import LogitOperands
 from .tiles import INTERPRETED
+from .tokens import Losses, TokenRule
 
 OLDEST_GPU = (8, 0)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -86,6 +87,34 @@ class TritonImplementation:
             return exact.gradients(
                 problem, logit_grad, request, on_input_grad, allow_tma=self.allow_tma, library=self.library
             )
+
+    @torch.no_grad()
+    def local_labels(self, rule: TokenRule, target: Tensor) -> tuple[Tensor, Tensor]:
+        with _on_device(target):
+            return token_kernels.local_labels(rule, target)
+
+    @torch.no_grad()
+    def losses(self, rule: TokenRule, whole: Partials, target: Tensor, class_weight: Tensor | None) -> Losses:
+        with _on_device(target):
+            return token_kernels.losses(rule, whole, target, class_weight)
+
+    @torch.no_grad()
+    def weight_sum(self, rule: TokenRule, target: Tensor, class_weight: Tensor | None) -> Tensor:
+        with _on_device(target):
+            return token_kernels.weight_sum(rule, target, class_weight)
+
+    @torch.no_grad()
+    def logit_gradient(
+        self,
+        rule: TokenRule,
+        target: Tensor,
+        class_weight: Tensor | None,
+        top: Tensor,
+        log_sum: Tensor,
+        upstream: tuple[Tensor | None, Tensor | None],
+    ) -> tuple[Tensor, LogitGradient]:
+        with _on_device(target):
+            return token_kernels.logit_gradient(rule, target, class_weight, top, log_sum, upstream)
 
     @torch.no_grad()
     def anchor_rows(

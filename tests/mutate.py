@@ -24,6 +24,7 @@ import torch.distributed.tensor  # noqa: F401
 
 ROOT = Path(__file__).resolve().parent.parent
 LOSS, COLLECTIVES = "cce_tp/loss.py", "cce_tp/collectives.py"
+TOKENS = "cce_tp/kernels/tokens.py"
 REFERENCE, FOLD = "cce_tp/kernels/reference.py", "cce_tp/kernels/fold.py"
 SAMPLED = "cce_tp/kernels/sampled_reference.py"
 FILTERED = "cce_tp/kernels/filtered_reference.py"
@@ -80,7 +81,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the mean divides by all tokens, not by those with a target",
-        LOSS,
+        TOKENS,
         "labels.weight.sum(), 1.0)",
         "float(target.numel()), 1.0)",
         ("test_cases.py::test_b10_ignored_labels[1]",),
@@ -88,20 +89,20 @@ MUTATIONS = (
     Mutation(
         "the mean divides by the tokens, not by their class weights",
         LOSS,
-        "labels = call.labels(target, class_weight)\n    return loss.sum()",
-        "labels = call.labels(target, None)\n    return loss.sum()",
+        "weight_sum(call.rule, target, class_weight)",
+        "weight_sum(call.rule, target, None)",
         ("test_loss.py::test_option_alone[class weights-1]",),
     ),
     Mutation(
         "the upstream gradient is taken for 1",
-        LOSS,
+        TOKENS,
         "u = torch.zeros_like(top) if u is None else u.float()",
         "u = torch.full_like(top, 1 / len(top))",
         ("test_cases.py::test_b19_upstream_is_a_factor[2.5-1]",),
     ),
     Mutation(
         "the first token's upstream gradient serves all",
-        LOSS,
+        TOKENS,
         "u = torch.zeros_like(top) if u is None else u.float()",
         "u = torch.zeros_like(top) if u is None else u.float()[:1].expand_as(top)",
         ("test_cases.py::test_b20_upstream_per_token[contiguous-1]",),
@@ -129,16 +130,16 @@ MUTATIONS = (
     ),
     Mutation(
         "the shard starts one row early",
-        LOSS,
-        "torch.where(mine, target - self.shard.start, -1)",
-        "torch.where(mine, target - self.shard.start + (self.shard.start > 0), -1)",
+        TOKENS,
+        "torch.where(mine, target - rule.start, -1)",
+        "torch.where(mine, target - rule.start + (rule.start > 0), -1)",
         ("test_cases.py::test_f0[2-dtype0]",),
     ),
     Mutation(
         "the owner of the last row does not know it",
-        LOSS,
-        "(target < self.shard.stop)",
-        "(target < self.shard.stop - 1)",
+        TOKENS,
+        "(target < rule.stop)",
+        "(target < rule.stop - 1)",
         ("test_cases.py::test_b01_off_shard_labels[2]",),
     ),
     Mutation(
@@ -157,15 +158,15 @@ MUTATIONS = (
     ),
     Mutation(
         "ignored labels are clamped to row 0",
-        LOSS,
-        "active = target != self.options.ignored",
+        TOKENS,
+        "active = target != rule.ignored",
         "active, target = torch.ones_like(target, dtype=torch.bool), target.clamp_min(0)",
         ("test_cases.py::test_b10_ignored_labels[1]",),
     ),
     Mutation(
         "a label that is no id passes",
-        LOSS,
-        'values.masked_fill(labels.invalid, float("nan")) if self.options.unknown_labels == "nan" else values',
+        TOKENS,
+        'values.masked_fill(labels.invalid, float("nan")) if rule.nan_unknown else values',
         "values",
         ("test_cases.py::test_b06_bad_label_without_validation_is_nan_in_its_row_only[1-32]",),
     ),
@@ -178,9 +179,9 @@ MUTATIONS = (
     ),
     Mutation(
         "smoothing over the local vocabulary",
-        LOSS,
-        "share = alpha / call.shard.vocab_size",
-        "share = alpha / call.shard.num_real",
+        TOKENS,
+        "self.label_smoothing / self.vocab_size",
+        "self.label_smoothing / (self.stop - self.start)",
         ("test_cases.py::test_b11_smoothing_over_the_whole_vocabulary[2]",),
     ),
     Mutation(
@@ -192,15 +193,15 @@ MUTATIONS = (
     ),
     Mutation(
         "the z-loss contributes no gradient",
-        LOSS,
-        "prob = prob + u * (2.0 * float(options.z_loss)) * (top + log_sum)",
+        TOKENS,
+        "prob = prob + u * (2.0 * rule.z_loss) * (top + log_sum)",
         "prob = prob + 0.0",
         ("test_cases.py::test_b36_z_loss[1]",),
     ),
     Mutation(
         "the returned LSE contributes no gradient",
-        LOSS,
-        "if h is not None:\n        prob = prob + h",
+        TOKENS,
+        "if h is not None:\n        prob = prob + h.float()",
         "if h is not None:\n        prob = prob + 0.0",
         ("test_cases.py::test_b36_returned_lse_is_differentiable[1]",),
     ),
@@ -277,7 +278,7 @@ MUTATIONS = (
     Mutation(
         "a shard filters by its own log-sum-exp",
         LOSS,
-        "filtering.tile_map(ctx.plan, problem, peaks, lse)",
+        "filtering.tile_map(ctx.plan, problem, peaks, made.lse)",
         "filtering.tile_map(ctx.plan, problem, peaks, partials.max + partials.sum_exp.log())",
         ("test_filtered.py::test_b32_tiles_of_targets_only[True-2]",),
     ),

@@ -25,6 +25,7 @@ from local_problem import (
     relative_error,
     run_gradients,
 )
+from token_problem import RULES, compare_token_kernels
 from torch import Tensor
 
 from cce_tp.kernels.interface import GradientRequest, LocalProblem, LogitGradient, WeightGradBuffer
@@ -379,6 +380,12 @@ def test_offsets_beyond_31_bits() -> None:
         p = 1 / float(partials.sum_exp[0])
         assert float(buffer[-3, -1]) == pytest.approx((p - 1) * 4 * tokens, rel=1e-2)
         assert float(handed[0][-1, -1]) == pytest.approx((p - 1) * 4, rel=1e-2)
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_token_kernels(rule: dict[str, Any]) -> None:
+    for num_tokens in (0, 1, 5000):
+        compare_token_kernels(num_tokens, "cuda", **rule)
 
 
 @pytest.mark.multigpu

@@ -20,6 +20,7 @@ from local_problem import (
     relative_error,
     run_gradients,
 )
+from token_problem import RULES, compare_token_kernels
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("TRITON_INTERPRET=1 is not set", allow_module_level=True)
@@ -249,3 +250,9 @@ def test_only_float32_here() -> None:
         with pytest.raises(ValueError, match="float32 only"):
             TRITON.partials(make(LocalSpec(dtype=dtype)), stats=False)
     assert "float64" in str(availability(torch.device("cpu"), torch.float64))
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_token_kernels(rule: dict[str, Any]) -> None:
+    for num_tokens in (0, 1, 300):
+        compare_token_kernels(num_tokens, "cpu", **rule)
