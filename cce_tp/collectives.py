@@ -22,8 +22,8 @@ they count as the one large collective that they make up (see ``Overlap``). Gath
 token are asynchronous: a gather begins before whatever doesn't need it, the reduction runs behind the rest of the
 backward pass.
 
-If a rank raises or dies within a call, the others wait for it until the process group's timeout, or for its connection
-to break. Their error then says what the collective was for. NCCL waits on the device: there the process group's watchdog
+If a rank raises or dies within a call, the others wait until the process group's timeout, or until its connection
+breaks. Their error then says what the collective was for. NCCL waits on the device: there the process group's watchdog
 ends the process with a message of its own, unless ``TORCH_NCCL_BLOCKING_WAIT=1`` makes this thread wait.
 
 A group of one rank, or ``group=None``, communicates nothing. gloo sums bf16 and fp16 in fp32. The backward reductions

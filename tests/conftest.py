@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import hypothesis
 import pytest
 import torch
-from distributed import Pool
+from distributed import Launched, Pool, divisors
 from selection import slow_too
 
 torch.set_num_threads(1)
@@ -25,6 +25,8 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("cce_tp")
 
 GPUS = torch.cuda.device_count()
+LAUNCHED = int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
+"""Whether a launcher has started several processes that run the tests together."""
 _real_kernel_cases: Counter[str] = Counter()
 _skipped: Counter[str] = Counter()
 
@@ -65,15 +67,39 @@ def hf_pool() -> Iterator[Pool]:
 
 
 @pytest.fixture(scope="session")
-def gpu_pool() -> Iterator[Pool]:
-    """One NCCL process a GPU, up to four."""
-    size = 4 if GPUS >= 4 else 2
-    shared = Pool(size, backend="nccl", sizes=(1, 2, 4)[: 3 if size == 4 else 2])
+def gpu_pool(request: pytest.FixtureRequest) -> Iterator[Pool | Launched]:
+    """One NCCL process a GPU, up to eight; or with ``--gloo`` four processes on the CPU. Under torchrun, its processes,
+    of which this is one."""
+    on_cpu = request.config.getoption("--gloo")
+    size = 4 if on_cpu else min(8, GPUS)
+    if LAUNCHED:
+        shared: Pool | Launched = Launched("gloo" if on_cpu else "nccl")
+    else:
+        shared = Pool(size, backend="gloo" if on_cpu else "nccl", sizes=divisors(size))
     yield shared
     shared.stop()
 
 
+@pytest.fixture(scope="module")
+def one_queue_pool() -> Iterator[Pool]:
+    """Two NCCL processes whose streams share one hardware queue."""
+    shared = Pool(2, backend="nccl", sizes=(1, 2), environment={"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
+    yield shared
+    shared.stop()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Under a launcher, the first process alone speaks."""
+    if LAUNCHED and int(os.environ["RANK"]) > 0:
+        reporter = config.pluginmanager.getplugin("terminalreporter")
+        config.pluginmanager.unregister(reporter)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--gloo", action="store_true", help="tests of several GPUs run on four CPU processes, where they can"
+    )
     parser.addoption("--slow", action="store_true", help="also run the tests marked slow (or CCE_TP_TEST_SLOW=1)")
 
 
@@ -84,7 +110,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="slow: pass --slow"))
         if {"pool", "hf_pool"}.intersection(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.distributed)
-        if item.get_closest_marker("multigpu") and GPUS < 2:
+        multi = item.get_closest_marker("multigpu")
+        on_cpu = multi and config.getoption("--gloo") and "gpu_pool" in getattr(item, "fixturenames", ())
+        if multi and LAUNCHED and "gpu_pool" not in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.skip(reason="starts processes of its own: run it without a launcher"))
+        elif multi and GPUS < 2 and not on_cpu:
             item.add_marker(pytest.mark.skip(reason=f"needs two CUDA devices, found {GPUS}"))
         elif item.get_closest_marker("gpu") and GPUS < 1:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
@@ -94,7 +124,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if "slow" in report.keywords and report.skipped:
         _skipped["slow"] += 1
     for mark in ("gpu", "multigpu"):
-        if mark in report.keywords:
+        if mark in report.keywords and not (mark == "multigpu" and GPUS < 2 and not report.skipped):  # --gloo
             if report.when == "call" and report.passed:
                 _real_kernel_cases[mark] += 1
             elif report.skipped:

@@ -44,8 +44,9 @@ class Rank:
         size: number of processes that run the task.
         group: process group of exactly those.
         device: where the task's tensors belong.
-        strided: this rank's group among ranks {0, 2}, {1, 3}; None unless four processes run the task.
-        paired: this rank's group among ranks {0, 1}, {2, 3}; None unless four processes run the task.
+        strided: this rank's group among ranks {0, 2, ...}, {1, 3, ...}; None unless all processes, an even number of
+            four or more, run the task.
+        paired: this rank's group among ranks {0, 1}, {2, 3}, ...; None likewise.
     """
 
     index: int
@@ -146,13 +147,14 @@ class _Worker:
 class Pool:
     """``world_size`` processes with ``backend``; started at the first use, and again after a failure.
 
-    Modules of ``preload`` are imported once, in a process that then forks the ranks.
+    Modules of ``preload`` are imported once, in a process that then forks the ranks. ``environment`` is set in each.
     """
 
     world_size: int
     backend: str = "gloo"
     sizes: tuple[int, ...] = (1, 2, 4)
     preload: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
     _workers: list[_Worker] = field(default_factory=list)
     _folder: tempfile.TemporaryDirectory | None = None
 
@@ -231,9 +233,12 @@ class Pool:
         pipes = [context.Pipe() for _ in range(self.world_size)]
         logs = [Path(self._folder.name) / f"rank{rank}.log" for rank in range(self.world_size)]
         ranks = [
-            (rank, self.world_size, self.backend, self.sizes, pipes[rank][1], self._folder.name, str(logs[rank]))
+            (
+                rank, self.world_size, self.backend, self.sizes, pipes[rank][1], self._folder.name, str(logs[rank]),
+                self.environment,
+            )
             for rank in range(self.world_size)
-        ]
+        ]  # fmt: skip
         if self.preload:
             processes = [context.Process(target=_fork_ranks, args=(self.preload, ranks), daemon=True)] * self.world_size
         else:
@@ -293,8 +298,10 @@ def _serve(
     connection: Connection,
     folder: str,
     log: str,
+    environment: dict[str, str],
 ) -> None:
     """A process of the pool: connect, then run tasks until the pipe closes."""
+    os.environ.update(environment)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (sys.stdout.fileno() if sys.stdout else 1, 2):
         os.dup2(descriptor, stream)
@@ -318,25 +325,91 @@ def _serve(
         try:
             size, task, args, fresh = pickle.loads(connection.recv_bytes())
             group = dist.new_group(list(range(size))) if fresh else None
-            outcome = Outcome()
-            if rank < size:
-                place = ranks[size] if group is None else replace(ranks[size], group=group)
-                outcome = Outcome(value=task(place, *args))
         except (EOFError, ConnectionError):
             os._exit(0)
-        except Exception as error:
-            outcome = Outcome(error=RankError(type(error).__name__, str(error), traceback.format_exc()))
+        outcome = Outcome()
+        if rank < size:
+            place = ranks[size] if group is None else replace(ranks[size], group=group)
+            outcome = attempt(task, place, *args)
         connection.send_bytes(pickle.dumps(outcome))
 
 
 def _make_ranks(rank: int, world_size: int, sizes: tuple[int, ...], device: torch.device) -> dict[int, Rank]:
     """The groups of every size; all ranks make all of them, in the same order."""
     groups = {size: dist.new_group(list(range(size))) for size in sizes if size <= world_size}
-    strided = paired = None
-    if world_size == 4:
-        strided = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
-        paired = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
     ranks = {size: Rank(rank, size, group, device) for size, group in groups.items() if rank < size}
-    if 4 in ranks:
-        ranks[4] = Rank(rank, 4, groups[4], device, strided, paired)
+    if world_size >= 4 and world_size % 2 == 0:
+        strided = [dist.new_group(list(range(first, world_size, 2))) for first in range(2)]
+        paired = [dist.new_group([first, first + 1]) for first in range(0, world_size, 2)]
+        ranks[world_size] = replace(ranks[world_size], strided=strided[rank % 2], paired=paired[rank // 2])
     return ranks
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    """All of them, 1 and itself included."""
+    return tuple(size for size in range(1, number + 1) if number % size == 0)
+
+
+class Launched:
+    """The interface of a ``Pool`` where a launcher has started the processes: each runs the same tests as a rank.
+
+    Every task's answers reach all processes, so that all of them come to the same verdict.
+    """
+
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
+        self.world_size, self._index = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+        self._ranks: dict[int, Rank] | None = None
+        self._control: dist.ProcessGroup | None = None
+
+    def start(self) -> None:
+        """Join the others."""
+        if self._ranks is not None:
+            return
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        device = torch.device("cpu")
+        if self.backend == "nccl":
+            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(device)
+        dist.init_process_group(self.backend, timeout=timedelta(seconds=4 * DEFAULT_TIMEOUT))
+        self._control = dist.new_group(backend="gloo")
+        self._ranks = _make_ranks(self._index, self.world_size, divisors(self.world_size), device)
+
+    def stop(self) -> None:
+        """Leave."""
+        if self._ranks is not None:
+            dist.destroy_process_group()
+        self._ranks = None
+
+    def run(self, size: int, task: Callable[..., Any], *args: Any, fresh: bool = False, **_: Any) -> list[Any]:
+        """As ``Pool.run``; without its timeout, which the launcher's user has to keep an eye on."""
+        outcomes = self.outcomes(size, task, *args, fresh=fresh)
+        failed = [f"rank {rank}:\n{o.error.trace}" for rank, o in enumerate(outcomes) if o.error is not None]
+        if failed:
+            raise RanksFailed("\n".join(failed))
+        return [outcome.value for outcome in outcomes]
+
+    def errors(self, size: int, task: Callable[..., Any], *args: Any, fresh: bool = False, **_: Any) -> list:
+        """As ``Pool.errors``."""
+        return [outcome.error for outcome in self.outcomes(size, task, *args, fresh=fresh)]
+
+    def outcomes(self, size: int, task: Callable[..., Any], *args: Any, fresh: bool = False) -> list[Outcome]:
+        """What every rank answered."""
+        self.start()
+        assert self._ranks is not None
+        group = dist.new_group(list(range(size))) if fresh else None
+        outcome = Outcome()
+        if self._index < size:
+            place = self._ranks[size] if group is None else replace(self._ranks[size], group=group)
+            outcome = attempt(task, place, *args)
+        answers: list[Any] = [None] * self.world_size
+        dist.all_gather_object(answers, pickle.dumps(outcome), group=self._control)
+        return [pickle.loads(answer) for answer in answers[:size]]
+
+
+def attempt(task: Callable[..., Any], *args: Any) -> Outcome:
+    """What a task returned or raised."""
+    try:
+        return Outcome(value=task(*args))
+    except Exception as error:
+        return Outcome(error=RankError(type(error).__name__, str(error), traceback.format_exc()))

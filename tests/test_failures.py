@@ -125,3 +125,42 @@ def test_a_rank_that_is_killed(folder: Path) -> None:
     what = collectives.REDUCING
     assert f"linear_cross_entropy: {what} over the tensor-parallel group failed on rank 0 of 2: " in message
     assert not (folder / "killed1").exists()
+
+
+def _run_on_gpus(index: int, folder: str, blocking: bool) -> None:
+    """One rank of two that leaves in the middle of the backward pass, and one that waits for it."""
+    os.environ["TORCH_NCCL_BLOCKING_WAIT"] = str(int(blocking))
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    timeout = timedelta(seconds=10)
+    dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=index, world_size=2, timeout=timeout)
+    group = dist.group.WORLD
+    assert group is not None
+    transport = Failing(collectives.REDUCING) if index == 1 else collectives.Transport()
+    message = _step(Rank(index, 2, group, device), {"device": device}, transport)
+    (Path(folder) / f"message{index}").write_text(message)
+    os._exit(3)
+
+
+@pytest.mark.multigpu
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("blocking", [True, False])
+def test_a_rank_that_leaves_others_to_nccl(tmp_path: Path, blocking: bool) -> None:
+    """Where NCCL blocks the thread, the error has a name; else its watchdog ends the process."""
+    context = _start_context()
+    ranks = [context.Process(target=_run_on_gpus, args=(rank, str(tmp_path), blocking)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(60)
+    codes = [process.exitcode for process in ranks]
+    for process in ranks:
+        process.kill()
+    assert codes[1] == 3
+    assert (tmp_path / "message1").read_text() == "ZeroDivisionError: of this rank alone"
+    assert codes[0] not in (None, 0)
+    if blocking:
+        message = (tmp_path / "message0").read_text()
+        assert (
+            f"linear_cross_entropy: {collectives.REDUCING} over the tensor-parallel group failed on rank 0" in message
+        )
