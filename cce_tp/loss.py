@@ -23,6 +23,7 @@ from . import agreement, collectives
 from .arguments import Arguments, gather_arguments, resolve_tensor_parallel_group
 from .collectives import SINGLE, Gathering, InputGradReduction, TensorParallelGroup, resolve_group
 from .kernels import filtering, sampling
+from .kernels.contexts import without_autocast
 from .kernels.interface import (
     FilterPlan,
     GradientRequest,
@@ -132,7 +133,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         class_weight: Tensor | None,
         call: _Call,
     ) -> tuple[Tensor | None, ...]:
-        with torch.autocast(local_input.device.type, enabled=False):
+        with without_autocast(local_input.device.type):
             options = call.options
             # Whatever needs no other rank's tokens goes on while they travel.
             gathering = call.gather(local_input)
@@ -175,7 +176,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 "linear_cross_entropy: double backward is not supported; call backward without create_graph=True"
             )
         # saved_tensors may be read only once: activation checkpointing recomputes them at the first access.
-        with torch.autocast(ctx.device_type, enabled=False):
+        with without_autocast(ctx.device_type):
             return (*_gradients(ctx, upstream[0], upstream[1]), None, None, None)
 
 

@@ -31,7 +31,7 @@ from torch import Tensor
 from . import sampling
 from .interface import LocalProblem
 from .logits import LOG2E, LogitOperands, finish_logits, grouped_tile, row_products
-from .tiles import INTERPRETED
+from .tiles import INTERPRETED, cdiv, next_power_of_2
 from .workspace import FP32_BYTES
 
 PRODUCT_BYTES = 48 * 2**20
@@ -142,11 +142,11 @@ def anchor_rows(target: Tensor, active: Tensor, ids: sampling.RowIds, reference_
     zeros = torch.zeros(num_ids + num_levels + 1, dtype=torch.int32, device=device)
     counts, exceeding, num_cold = zeros.split([num_ids, num_levels, 1])
     rows = torch.empty(num_hot + num_sample, dtype=torch.int64, device=device)
-    blocks = triton.cdiv(num_ids, IDS)
+    blocks = cdiv(num_ids, IDS)
     tallies = torch.empty(2 * blocks, dtype=torch.int32, device=device)
     sizes = {"SIZE": IDS, "LEVELS": 64, "num_warps": 4}
     if num_tokens > 0:
-        _count_kernel[(triton.cdiv(num_tokens, COUNT_TOKENS),)](
+        _count_kernel[(cdiv(num_tokens, COUNT_TOKENS),)](
             target.contiguous(), active.contiguous(), counts, exceeding, num_tokens, vocab_size, num_levels,
             SIZE=COUNT_TOKENS, num_warps=4,
         )  # fmt: skip
@@ -176,8 +176,8 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
 def gather_rows(matrix: Tensor, rows: Tensor) -> Tensor:
     """Rows of a matrix by number, int64 ``[R]``; zeros for negative ones."""
     out = matrix.new_empty((rows.shape[0], matrix.shape[1]))
-    block = min(triton.next_power_of_2(matrix.shape[1]), ROW_BLOCK)
-    _gather_kernel[(rows.shape[0], triton.cdiv(matrix.shape[1], block))](
+    block = min(next_power_of_2(matrix.shape[1]), ROW_BLOCK)
+    _gather_kernel[(rows.shape[0], cdiv(matrix.shape[1], block))](
         matrix, rows, out, matrix.shape[1], *matrix.stride(), BLOCK=block, num_warps=2
     )
     return out
@@ -329,7 +329,7 @@ def anchor_sums(problem: LocalProblem, rows: sampling.AnchorRows, *, allow_tma: 
     operands = LogitOperands.prepare(gathered, allow_tma=allow_tma)
     chunk = tokens_at_once(num_tokens, operands.num_rows, operands.tile.rows)
     tile = operands.tile
-    room = (triton.cdiv(chunk, tile.rows) * tile.rows, triton.cdiv(operands.num_rows, tile.cols) * tile.cols)
+    room = (cdiv(chunk, tile.rows) * tile.rows, cdiv(operands.num_rows, tile.cols) * tile.cols)
     products = torch.empty(room, dtype=torch.float32, device=device)
     sums = torch.empty(5, num_tokens, dtype=torch.float64, device=device)
     flags = operands.flags()
@@ -338,7 +338,7 @@ def anchor_sums(problem: LocalProblem, rows: sampling.AnchorRows, *, allow_tma: 
     for start in range(0, num_tokens, chunk):
         part = operands.tokens(start, min(start + chunk, num_tokens))
         _look_kernel[part.grid()](*part.handles(), looked_at, products, *part.sizes(), **flags)
-        _sum_kernel[(triton.cdiv(part.num_tokens, SUM_TOKENS),)](
+        _sum_kernel[(cdiv(part.num_tokens, SUM_TOKENS),)](
             products, looked_at, part.input, problem.weight, part.bias, part.target, rows.place, sums[:, start:],
             room[1], num_tokens, part.num_tokens, part.num_rows, rows.num_hot,
             part.hidden, *part.input.stride(), *problem.weight.stride(), part.scale, part.softcap or 1.0, **options,
@@ -350,9 +350,9 @@ def anchor_sums(problem: LocalProblem, rows: sampling.AnchorRows, *, allow_tma: 
 
 def tokens_at_once(num_tokens: int, looked_at: int, tile_rows: int) -> int:
     """Tokens per chunk, in whole tiles, evenly used."""
-    tiles = triton.cdiv(num_tokens, tile_rows)
+    tiles = cdiv(num_tokens, tile_rows)
     most = max(1, PRODUCT_BYTES // (looked_at * FP32_BYTES * tile_rows))
-    return min(triton.cdiv(tiles, triton.cdiv(tiles, most)) * tile_rows, num_tokens)
+    return min(cdiv(tiles, cdiv(tiles, most)) * tile_rows, num_tokens)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_others"])
@@ -378,7 +378,7 @@ def anchor(sums: Tensor, rows: sampling.AnchorRows) -> Tensor:
     num_tokens = sums.shape[1]
     out = torch.empty(num_tokens, dtype=torch.float32, device=sums.device)
     if num_tokens > 0:
-        _anchor_kernel[(triton.cdiv(num_tokens, ANCHOR_TOKENS),)](
+        _anchor_kernel[(cdiv(num_tokens, ANCHOR_TOKENS),)](
             sums, rows.num_cold, out, num_tokens, rows.num_others, SIZE=ANCHOR_TOKENS, num_warps=4
         )
     return out

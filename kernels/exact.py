@@ -33,7 +33,7 @@ from torch import Tensor
 from .interface import GradientRequest, InputGradReady, LocalProblem, LogitGradient
 from .logits import LOG2E, LogitOperands, finish_logits, grouped_tile, row_products
 from .matmul import product
-from .tiles import FEWEST_ROWS, TensorDescriptor, extreme_tile
+from .tiles import FEWEST_ROWS, TensorDescriptor, cdiv, extreme_tile
 from .workspace import ALLOCATION, FP32_BYTES, allocated, workspace_too_small
 
 SLAB_BYTES = 80 * 2**20
@@ -192,7 +192,7 @@ def _sum_rows_kernel(  # type: ignore[no-untyped-def]
 def select_tokens(source: Tensor, active: Tensor, out: Tensor, factor: Tensor | None = None) -> Tensor:
     num_tokens, hidden = source.shape
     rows, cols = COPY_TILE
-    _select_tokens_kernel[(triton.cdiv(num_tokens, rows), triton.cdiv(hidden, cols))](
+    _select_tokens_kernel[(cdiv(num_tokens, rows), cdiv(hidden, cols))](
         source, active, factor, out, num_tokens, hidden, *source.stride(),
         HAS_FACTOR=factor is not None, ROWS=rows, COLS=cols, num_warps=4,
     )  # fmt: skip
@@ -266,8 +266,8 @@ class _Plan:
                 least = fixed + per_row * tile.cols
                 raise workspace_too_small(problem.workspace, least, num_tokens, problem.num_rows, hidden)
         most = max(1, budget // max(1, per_row * tile.cols)) * tile.cols
-        slabs = triton.cdiv(problem.num_rows, most)
-        even = triton.cdiv(triton.cdiv(problem.num_rows, slabs), tile.cols) * tile.cols
+        slabs = cdiv(problem.num_rows, most)
+        even = cdiv(cdiv(problem.num_rows, slabs), tile.cols) * tile.cols
         return cls(even, accumulator, scratch)
 
 
@@ -286,7 +286,7 @@ def _fixed_bytes(num_tokens: int, hidden: int, dtype: torch.dtype, *, accumulato
 def _bytes_per_row(num_tokens: int, stored: torch.dtype | None, bias_tile_rows: int | None) -> int:
     """What each classifier row of a slab takes: its column of G, and of the partial sums of the bias gradient."""
     column = 0 if stored is None else num_tokens * stored.itemsize
-    return column + (0 if bias_tile_rows is None else triton.cdiv(num_tokens, bias_tile_rows) * FP32_BYTES)
+    return column + (0 if bias_tile_rows is None else cdiv(num_tokens, bias_tile_rows) * FP32_BYTES)
 
 
 def least_workspace(num_tokens: int, hidden: int, dtype: torch.dtype) -> int:
@@ -332,7 +332,7 @@ class _Backward:
         self.store = request.input_dtype is not None or request.weight is not None
         self.logit_grads = new((shape[0], plan.slab)) if self.store else None
         self.bias_grad = new(problem.num_rows, dtype=torch.float32) if request.bias else None
-        row_tiles = triton.cdiv(shape[0], operands.tile.rows)
+        row_tiles = cdiv(shape[0], operands.tile.rows)
         self.bias_partials = new(row_tiles * plan.slab, dtype=torch.float32) if request.bias else None
         self.input_grad = None if request.input_dtype is None else new(shape, dtype=request.input_dtype)
         self.accumulator = new(shape, dtype=torch.float32) if plan.accumulator else self.input_grad
@@ -372,8 +372,8 @@ class _Backward:
             **operands.flags(),
         )  # fmt: skip
         if self.bias_grad is not None and self.bias_partials is not None:
-            row_tiles = triton.cdiv(operands.num_tokens, operands.tile.rows)
-            _sum_rows_kernel[(triton.cdiv(width, SUM_COLS),)](
+            row_tiles = cdiv(operands.num_tokens, operands.tile.rows)
+            _sum_rows_kernel[(cdiv(width, SUM_COLS),)](
                 self.bias_partials, self.bias_grad[start:stop], row_tiles, width,
                 ROWS=SUM_ROWS, COLS=SUM_COLS, num_warps=4,
             )  # fmt: skip

@@ -50,8 +50,10 @@ from .tiles import (
     TensorDescriptor,
     Tile,
     can_use_tma,
+    cdiv,
     filter_block,
     filter_product,
+    next_power_of_2,
     product_precision,
 )
 from .workspace import FP32_BYTES
@@ -549,7 +551,7 @@ def screen(problem: LocalProblem, plan: FilterPlan, *, stats: bool, allow_tma: b
     """The contract's ``screen``."""
     operands = LogitOperands.prepare(problem, allow_tma=allow_tma)
     group = operands.tile.rows
-    shape = (triton.cdiv(problem.num_tokens, group), problem.num_rows)
+    shape = (cdiv(problem.num_tokens, group), problem.num_rows)
     peaks = torch.empty(shape, dtype=torch.float16, device=problem.input.device)
     partials = forward.partials(operands, stats=stats, workspace=None, threshold=thresholds(plan), peaks=peaks)
     return partials, Peaks(peaks, group)
@@ -611,7 +613,7 @@ class _Rounds:
         capacity = int((budget - column_bytes) / (block_bytes + column_bytes / least))
         most = max(1, capacity - token_tiles + 1)
         total = columns * token_tiles
-        return cls(token_tiles, columns, split, triton.cdiv(total, triton.cdiv(total, most)), least)
+        return cls(token_tiles, columns, split, cdiv(total, cdiv(total, most)), least)
 
     @property
     def capacity(self) -> int:
@@ -669,7 +671,7 @@ class _Schedule:
         edges = torch.searchsorted(number, torch.arange(rounds.number + 1, device=live.device))
 
         # Within a round, blocks are numbered by groups of token tiles, then by column.
-        groups = triton.cdiv(token_tiles, together)
+        groups = cdiv(token_tiles, together)
         grouped = pad(blocks, (0, groups * together - token_tiles)).view(columns, groups, together).long()
         before = pad(grouped.sum(dim=2).cumsum(0), (0, 0, 1, 0))
         at_edges = before[edges]
@@ -814,8 +816,8 @@ class _Backward:
         if self.block.rows != plan.rows or self.block.cols % plan.cols != 0:
             raise ValueError(f"the filter's tiles are {plan.rows} x {plan.cols}, but blocks are {self.block}")
         self.split = self.block.cols // plan.cols
-        token_tiles = triton.cdiv(problem.num_tokens, self.block.rows)
-        columns = triton.cdiv(problem.num_rows, self.block.cols)
+        token_tiles = cdiv(problem.num_tokens, self.block.rows)
+        columns = cdiv(problem.num_rows, self.block.cols)
         if workspace is None:
             workspace = _default_workspace(problem.num_tokens * hidden * FP32_BYTES)
         block_bytes = self.block.cols * (self.block.rows * dtype.itemsize + FP32_BYTES * self.request.bias)
@@ -865,7 +867,7 @@ class _Backward:
     def _copy_rows(self, number: int) -> None:
         problem, cols = self.problem, self.block.cols
         rows = min(COPY_ROWS, cols)
-        grid = (self.rounds.most_columns * (cols // rows), triton.cdiv(problem.hidden_size, COPY_COLS))
+        grid = (self.rounds.most_columns * (cols // rows), cdiv(problem.hidden_size, COPY_COLS))
         _copy_kernel[grid](
             problem.weight, self.order, self.schedule.columns, self.schedule.column_edges, self.copies,
             number, problem.num_rows, problem.hidden_size, *problem.weight.stride(),
@@ -898,9 +900,9 @@ class _Backward:
             self.flags, schedule.slots, schedule.columns, schedule.column_edges, self.sources,
             *self.token_lists, self.token_counts, number, rounds.token_tiles, rounds.most_tiles,
             FILTERED=self.plan.input, SPLIT=self.split, TILE_COLS=self.plan.cols,
-            SIZE=min(LIST_SIZE, triton.next_power_of_2(rounds.most_tiles)), num_warps=4,
+            SIZE=min(LIST_SIZE, next_power_of_2(rounds.most_tiles)), num_warps=4,
         )  # fmt: skip
-        _input_grad_kernel[(rounds.token_tiles * triton.cdiv(problem.hidden_size, tile.cols),)](
+        _input_grad_kernel[(rounds.token_tiles * cdiv(problem.hidden_size, tile.cols),)](
             self._tiles_of(self.grads, self.block.rows, tile.inner), self._tiles_of(self.weight, tile.inner, tile.cols),
             self.inverse_factor, self.smoothing, self.smoothed_weight,
             *self.token_lists, self.token_counts, self.accumulator,
@@ -927,7 +929,7 @@ class _Backward:
             self.flags, schedule.slots, schedule.columns, schedule.column_edges,
             *self.column_lists, self.column_counts, number, rounds.token_tiles,
             FILTERED=self.plan.weight, SPLIT=self.split,
-            SIZE=min(LIST_SIZE, triton.next_power_of_2(rounds.token_tiles)), num_warps=4,
+            SIZE=min(LIST_SIZE, next_power_of_2(rounds.token_tiles)), num_warps=4,
         )  # fmt: skip
 
     def _write_weight_grad(self, number: int) -> None:
@@ -935,7 +937,7 @@ class _Backward:
         assert self.request.weight is not None
         assert self.safe_input is not None
         buffer = self.request.weight.buffer
-        _weight_grad_kernel[(rounds.most_tiles * triton.cdiv(problem.hidden_size, tile.cols),)](
+        _weight_grad_kernel[(rounds.most_tiles * cdiv(problem.hidden_size, tile.cols),)](
             self._tiles_of(self.grads, tile.inner, self.plan.cols),
             self._tiles_of(self.safe_input, tile.inner, tile.cols),
             self.inverse_factor, self.smoothing_weight, self.smoothed_input, self.order,
@@ -963,7 +965,7 @@ class _Backward:
             return
         problem, buffer = self.problem, self.request.weight.buffer
         rows = min(REST_ROWS, self.block.cols)
-        grid = (triton.cdiv(problem.num_rows, rows), triton.cdiv(problem.hidden_size, REST_COLS))
+        grid = (cdiv(problem.num_rows, rows), cdiv(problem.hidden_size, REST_COLS))
         _rest_kernel[grid](
             self.smoothing_weight, self.smoothed_input, self.order, self.schedule.column_blocks, buffer,
             problem.num_rows, problem.hidden_size, buffer.stride(0), problem.logit_scale,

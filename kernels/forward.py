@@ -23,10 +23,10 @@ import triton.language as tl
 from torch import Tensor
 
 from . import hopper
-from .fold import empty_partials
+from .fold import empty_partials, unset_partials
 from .interface import Partials
 from .logits import LOG2E, LogitOperands, finish_logits, grouped_tile, row_products
-from .tiles import FEWEST_COLS, INTERPRETED, extreme_tile
+from .tiles import FEWEST_COLS, INTERPRETED, cdiv, extreme_tile
 from .workspace import ALLOCATION, FP32_BYTES, allocated, workspace_too_small
 
 PARTIALS_BYTES = 16 * 2**20
@@ -219,13 +219,14 @@ def partials(
     """
     num_tokens, num_rows = operands.num_tokens, operands.num_rows
     smoothing = operands.smoothing_weight is not None
-    # Only target_logit keeps these values where there are classifier rows.
-    results = empty_partials(num_tokens, operands.input.device, smoothing=smoothing, stats=stats)
+    device = operands.input.device
     if num_tokens == 0 or num_rows == 0:
-        return results
+        return empty_partials(num_tokens, device, smoothing=smoothing, stats=stats)
+    results = unset_partials(num_tokens, device, smoothing=smoothing, stats=stats)
+    results.target_logit.zero_()
 
     specialise = specialise and peaks is None and hopper.available(operands, stats=stats)
-    num_tiles = triton.cdiv(num_rows, hopper.COLS if specialise else operands.tile.cols)
+    num_tiles = cdiv(num_rows, hopper.COLS if specialise else operands.tile.cols)
     fields = 2 + smoothing + stats
     chunk = _tokens_at_once(operands, num_tiles, fields + stats, workspace)
     new = operands.input.new_empty
@@ -252,7 +253,7 @@ def partials(
 
 def least_workspace(num_tokens: int, num_rows: int, dtype: torch.dtype) -> int:
     """Enough for any options on any device."""
-    num_tiles = triton.cdiv(num_rows, FEWEST_COLS)
+    num_tiles = cdiv(num_rows, FEWEST_COLS)
     rows = min(extreme_tile(dtype).rows, num_tokens)
     return allocated(MOST_VALUES * num_tiles * rows * FP32_BYTES, num_tiles * FP32_BYTES) + ALLOCATION
 
@@ -268,7 +269,7 @@ def fold_chunk(
     """Fold the partials of some tokens into their ``results``."""
     fields = (results.max, results.sum_exp, results.smoothing, results.entropy, results.argmax)
     num_tokens = tokens.stop - tokens.start
-    _fold_kernel[(triton.cdiv(num_tokens, FOLD_TOKENS),)](
+    _fold_kernel[(cdiv(num_tokens, FOLD_TOKENS),)](
         partials, partial_argmax, smoothing_mass, *(None if field is None else field[tokens] for field in fields),
         num_tokens, num_tiles,
         HAS_SMOOTHING=results.smoothing is not None, STATS=results.entropy is not None,

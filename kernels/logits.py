@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .interface import LocalProblem
-from .tiles import TensorDescriptor, Tile, can_use_tma, logit_tile, product_precision
+from .tiles import TensorDescriptor, Tile, can_use_tma, cdiv, logit_tile, product_precision
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
@@ -170,7 +170,7 @@ class LogitOperands:
     def grid(self, num_rows: int | None = None) -> tuple[int]:
         """One program a tile, for so many classifier rows; all of them by default."""
         num_rows = self.num_rows if num_rows is None else num_rows
-        return (triton.cdiv(self.num_tokens, self.tile.rows) * triton.cdiv(num_rows, self.tile.cols),)
+        return (cdiv(self.num_tokens, self.tile.rows) * cdiv(num_rows, self.tile.cols),)
 
     def sizes(self) -> tuple[int, ...]:
         return self.num_tokens, self.num_rows, *self.layout()

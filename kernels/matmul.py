@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .logits import grouped_tile
-from .tiles import INTERPRETED, TensorDescriptor, can_use_tma, product_precision, product_tile
+from .tiles import INTERPRETED, TensorDescriptor, can_use_tma, cdiv, product_precision, product_tile
 
 LIBRARY_WIDENS = hasattr(torch.ops.aten.addmm, "dtype_out") and hasattr(torch.ops.aten.mm, "dtype_out")
 """Whether torch's products can write fp32 from 16-bit operands."""
@@ -138,7 +138,7 @@ def _triton_product(out: Tensor, a: Tensor, b: Tensor, accumulate: bool, factor:
         b_block = [tile.cols, tile.inner] if b_transposed else [tile.inner, tile.cols]
         a_handle = TensorDescriptor.from_tensor(a_rows, a_block)
         b_handle = TensorDescriptor.from_tensor(b_rows, b_block)
-    grid = (triton.cdiv(out.shape[0], tile.rows) * triton.cdiv(out.shape[1], tile.cols),)
+    grid = (cdiv(out.shape[0], tile.rows) * cdiv(out.shape[1], tile.cols),)
     _product_kernel[grid](
         a_handle, b_handle, out, factor,
         out.shape[0], out.shape[1], a.shape[1],

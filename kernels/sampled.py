@@ -39,7 +39,7 @@ from .interface import GradientRequest, InputGradReady, LocalProblem, LogitGradi
 from .logits import LOG2E, LogitOperands, finish_logits, grouped_tile, row_products, tanh
 from .matmul import product
 from .select_entries import WORD_BITS, Selection
-from .tiles import INTERPRETED
+from .tiles import INTERPRETED, cdiv, next_power_of_2
 
 HOT_BYTES = 16 * 2**20
 """Most memory for G over the hot rows: beyond it, tokens are taken in chunks."""
@@ -73,7 +73,7 @@ class _Width:
     def of(cls, hidden: int) -> _Width:
         main = 1 << (hidden.bit_length() - 1)
         warps = max(1, min(8, main // 1024))
-        rest = max(triton.next_power_of_2(hidden - main), 256 * warps) if hidden > main else 0
+        rest = max(next_power_of_2(hidden - main), 256 * warps) if hidden > main else 0
         if rest < main:
             return cls(main, rest, warps, at_once=2, stages=2 if warps > 1 else 1)
         main *= 2 if rest else 1
@@ -727,8 +727,8 @@ def weighted_sum(matrix: Tensor, factors: Tensor, active: Tensor | None) -> Tens
     num_rows, hidden = matrix.shape
     splits = max(1, min(64, num_rows // 256))
     out = torch.empty(splits, hidden, dtype=torch.float32, device=matrix.device)
-    rows_per_split = triton.cdiv(triton.cdiv(num_rows, splits), SUM_ROWS) * SUM_ROWS
-    _weighted_sum_kernel[(triton.cdiv(hidden, SUM_COLS), splits)](
+    rows_per_split = cdiv(cdiv(num_rows, splits), SUM_ROWS) * SUM_ROWS
+    _weighted_sum_kernel[(cdiv(hidden, SUM_COLS), splits)](
         matrix, factors, active, out, num_rows, hidden, rows_per_split, *matrix.stride(),
         HAS_ACTIVE=active is not None, ROWS=SUM_ROWS, COLS=SUM_COLS, num_warps=4,
     )  # fmt: skip
@@ -827,10 +827,8 @@ class _Backward:
         tile_rows = operands.tile.rows
         chunk = max(1, HOT_BYTES // (num_hot * weight.element_size() * tile_rows)) * tile_rows
         chunk = min(chunk, problem.num_tokens)
-        row_tiles = triton.cdiv(chunk, tile_rows)
-        logit_grads = weight.new_empty(
-            (row_tiles * tile_rows, triton.cdiv(num_hot, operands.tile.cols) * operands.tile.cols)
-        )
+        row_tiles = cdiv(chunk, tile_rows)
+        logit_grads = weight.new_empty((row_tiles * tile_rows, cdiv(num_hot, operands.tile.cols) * operands.tile.cols))
         if self.request.bias:
             bias_grad = weight.new_zeros(num_hot, dtype=torch.float32)
             bias_partials = weight.new_empty((row_tiles, num_hot), dtype=torch.float32)
@@ -845,7 +843,7 @@ class _Backward:
                 HAS_FACTOR=self.factor is not None, BIAS_GRAD=bias_partials is not None, **part.flags(),
             )  # fmt: skip
             if bias_grad is not None and bias_partials is not None:
-                bias_grad += bias_partials[: triton.cdiv(stop - start, tile_rows)].sum(0)
+                bias_grad += bias_partials[: cdiv(stop - start, tile_rows)].sum(0)
             if weight_grad is not None:
                 safe = self._safe_input(start, stop)
                 product(weight_grad, g.T, safe, accumulate=start > 0, factor=self.inverse_factor, library=self.library)
@@ -922,7 +920,7 @@ class _Backward:
                 BLOCK=LONG_BLOCK, AT_ONCE=4, num_warps=4, **flags,
             )  # fmt: skip
         if self.input_grad is not None:
-            blocks = triton.cdiv(problem.hidden_size, LONG_BLOCK)
+            blocks = cdiv(problem.hidden_size, LONG_BLOCK)
             _long_input_grad_kernel[(piece.size * blocks,)](
                 problem.weight, *lists, self.smoothing, smoothed, self.active, self.input_grad, slot_grads,
                 selection.budget, *place, problem.hidden_size, blocks, *problem.weight.stride(), problem.logit_scale,
@@ -946,7 +944,7 @@ class _Backward:
         _place_kernel[grid](*lists, starts, arrivals, placed, selection.budget, SIZE=size, num_warps=4)
         # The numbers of arrival are spent.
         size = 16 if INTERPRETED else ORDER_SLOTS
-        _order_kernel[(triton.cdiv(slots, size),)](
+        _order_kernel[(cdiv(slots, size),)](
             self.target, selection.rows, selection.found, starts, placed, arrivals,
             selection.budget, self.problem.num_rows, SIZE=size, AT_ONCE=ORDER_AT_ONCE, num_warps=4,
         )  # fmt: skip
@@ -961,9 +959,9 @@ class _Backward:
                 smoothed = weighted_sum(problem.input, self.smoothing, self.active)
             total = torch.where(self.active, self.smoothing, 0.0).sum()
         buffer = None if request.weight is None else request.weight.buffer
-        block = min(triton.next_power_of_2(problem.hidden_size), COLUMN_BLOCK)
-        blocks = 1 if buffer is None else triton.cdiv(problem.hidden_size, block)
-        _weight_grad_kernel[(triton.cdiv(problem.num_rows, COLUMN_ROWS) * blocks,)](
+        block = min(next_power_of_2(problem.hidden_size), COLUMN_BLOCK)
+        blocks = 1 if buffer is None else cdiv(problem.hidden_size, block)
+        _weight_grad_kernel[(cdiv(problem.num_rows, COLUMN_ROWS) * blocks,)](
             problem.input, starts, ordered, slot_grads,
             self.plan.hot_place,
             None if hot is None else hot.weight_grad,

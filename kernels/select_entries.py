@@ -36,7 +36,7 @@ from . import forward, hopper, sampling
 from .fold import empty_partials, unset_partials
 from .interface import LocalProblem, Partials, SamplingPlan
 from .logits import LOG2E, LogitOperands, finish_logits, grouped_tile, row_products
-from .tiles import INTERPRETED, Tile
+from .tiles import INTERPRETED, Tile, cdiv, next_power_of_2
 from .workspace import ALLOCATION, FP32_BYTES, allocated, workspace_too_small
 
 CHUNK_BYTES = 48 * 2**20
@@ -404,7 +404,7 @@ def select(
 
     operands = LogitOperands.prepare(problem, allow_tma=allow_tma)
     specialise = specialise and hopper.available_to_select(operands, stats=stats)
-    num_tiles = triton.cdiv(num_rows, operands.tile.cols)
+    num_tiles = cdiv(num_rows, operands.tile.cols)
     words = num_tiles * operands.tile.cols // sampling.WORD_BITS
     selection = Selection(rows, new(num_tokens, dtype=torch.int32), new(words, dtype=torch.int32))
     fields = 2 + smoothing + stats
@@ -417,11 +417,11 @@ def select(
     argmax_buffer = new(num_tiles * chunk, dtype=torch.int32) if stats else None
     mass = new(num_tiles, dtype=torch.float32) if smoothing else None
     bitmap = new((chunk, words), dtype=torch.int32)
-    list_words = min(triton.next_power_of_2(words), LIST_WORDS)
+    list_words = min(next_power_of_2(words), LIST_WORDS)
     anchor, active = plan.anchor.contiguous(), plan.active.contiguous()
     num_ids = words * WORD_BITS.value  # whole tiles of them
     token_hashes, id_hashes = new(num_tokens, dtype=torch.int32), new(num_ids, dtype=torch.int32)
-    _prepare_kernel[(triton.cdiv(max(num_tokens, num_ids), PREPARE_SIZE),)](
+    _prepare_kernel[(cdiv(max(num_tokens, num_ids), PREPARE_SIZE),)](
         plan.seed, plan.hot_place, token_hashes, id_hashes, selection.cold, results.target_logit,
         num_tokens, num_rows, num_ids, plan.first_id, SIZE=PREPARE_SIZE, num_warps=4,
     )  # fmt: skip
@@ -462,5 +462,5 @@ def _tokens_at_once(problem: LocalProblem, tile: Tile, per_token: int, fixed: in
     else:
         budget = min(problem.workspace, CHUNK_BYTES + fixed)
     most = max(1, (budget - fixed - ALLOCATION) // (per_token * tile.rows))
-    tiles = triton.cdiv(num_tokens, tile.rows)
-    return min(triton.cdiv(tiles, triton.cdiv(tiles, most)) * tile.rows, num_tokens)
+    tiles = cdiv(num_tokens, tile.rows)
+    return min(cdiv(tiles, cdiv(tiles, most)) * tile.rows, num_tokens)

@@ -73,6 +73,15 @@ INTERPRETED = isinstance(_probe, InterpretedFunction)
 """Whether Triton's interpreter runs the kernels: ``TRITON_INTERPRET=1`` was set when they were imported."""
 
 
+# Triton's own also serve kernels, which makes them slow for the host.
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length() if n > 1 else 1
+
+
 def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .interface import LogitGradient, Partials
+from .tiles import cdiv
 from .tokens import Losses, TokenRule, smoothing_total
 
 SIZE, SUM_SIZE = 256, 4096
@@ -190,7 +191,7 @@ def _total(rule: TokenRule, class_weight: Tensor | None, smoothing: bool) -> tup
 
 
 def _grid(num_tokens: int) -> tuple[int]:
-    return (triton.cdiv(num_tokens, SIZE),)
+    return (cdiv(num_tokens, SIZE),)
 
 
 def local_labels(rule: TokenRule, target: Tensor) -> tuple[Tensor, Tensor]:

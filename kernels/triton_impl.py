@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-
 import torch
 from torch import Tensor
 
 from . import anchor, exact, filtered, forward, sampled, sampling, select_entries, token_kernels
+from .contexts import on_device, without_autocast
 from .interface import (
     FilterPlan,
     GradientRequest,
@@ -69,7 +68,7 @@ class TritonImplementation:
     @torch.no_grad()
     def partials(self, problem: LocalProblem, *, stats: bool) -> Partials:
         _check(problem)
-        with _on_device(problem.input):
+        with on_device(problem.input):
             operands = LogitOperands.prepare(problem, allow_tma=self.allow_tma)
             return forward.partials(operands, stats=stats, workspace=problem.workspace, specialise=self.specialise)
 
@@ -82,25 +81,24 @@ class TritonImplementation:
         on_input_grad: InputGradReady,
     ) -> Tensor | None:
         _check(problem)
-        # Under autocast, torch's products would cast fp32 operands.
-        with _on_device(problem.input), torch.autocast(problem.input.device.type, enabled=False):
+        with on_device(problem.input), without_autocast(problem.input.device.type):
             return exact.gradients(
                 problem, logit_grad, request, on_input_grad, allow_tma=self.allow_tma, library=self.library
             )
 
     @torch.no_grad()
     def local_labels(self, rule: TokenRule, target: Tensor) -> tuple[Tensor, Tensor]:
-        with _on_device(target):
+        with on_device(target):
             return token_kernels.local_labels(rule, target)
 
     @torch.no_grad()
     def losses(self, rule: TokenRule, whole: Partials, target: Tensor, class_weight: Tensor | None) -> Losses:
-        with _on_device(target):
+        with on_device(target):
             return token_kernels.losses(rule, whole, target, class_weight)
 
     @torch.no_grad()
     def weight_sum(self, rule: TokenRule, target: Tensor, class_weight: Tensor | None) -> Tensor:
-        with _on_device(target):
+        with on_device(target):
             return token_kernels.weight_sum(rule, target, class_weight)
 
     @torch.no_grad()
@@ -113,25 +111,25 @@ class TritonImplementation:
         log_sum: Tensor,
         upstream: tuple[Tensor | None, Tensor | None],
     ) -> tuple[Tensor, LogitGradient]:
-        with _on_device(target):
+        with on_device(target):
             return token_kernels.logit_gradient(rule, target, class_weight, top, log_sum, upstream)
 
     @torch.no_grad()
     def anchor_rows(
         self, target: Tensor, active: Tensor, ids: sampling.RowIds, reference_rows: int
     ) -> sampling.AnchorRows:
-        with _on_device(target):
+        with on_device(target):
             return anchor.anchor_rows(target, active, ids, reference_rows)
 
     @torch.no_grad()
     def anchor_sums(self, problem: LocalProblem, rows: sampling.AnchorRows) -> Tensor:
         _check(problem)
-        with _on_device(problem.input):
+        with on_device(problem.input):
             return anchor.anchor_sums(problem, rows, allow_tma=self.allow_tma)
 
     @torch.no_grad()
     def anchor(self, sums: Tensor, rows: sampling.AnchorRows) -> Tensor:
-        with _on_device(sums):
+        with on_device(sums):
             return anchor.anchor(sums, rows)
 
     @torch.no_grad()
@@ -139,7 +137,7 @@ class TritonImplementation:
         self, problem: LocalProblem, plan: SamplingPlan, *, stats: bool
     ) -> tuple[Partials, select_entries.Selection]:
         _check(problem)
-        with _on_device(problem.input), torch.autocast(problem.input.device.type, enabled=False):
+        with on_device(problem.input), without_autocast(problem.input.device.type):
             return select_entries.select(
                 problem, plan, stats=stats, allow_tma=self.allow_tma, specialise=self.specialise
             )
@@ -155,7 +153,7 @@ class TritonImplementation:
         on_input_grad: InputGradReady,
     ) -> Tensor | None:
         _check(problem)
-        with _on_device(problem.input), torch.autocast(problem.input.device.type, enabled=False):
+        with on_device(problem.input), without_autocast(problem.input.device.type):
             return sampled.sampled_gradients(
                 problem, plan, selection, logit_grad, request, on_input_grad,
                 allow_tma=self.allow_tma, library=self.library,
@@ -164,7 +162,7 @@ class TritonImplementation:
     @torch.no_grad()
     def screen(self, problem: LocalProblem, plan: FilterPlan, *, stats: bool) -> tuple[Partials, Peaks]:
         _check(problem)
-        with _on_device(problem.input), torch.autocast(problem.input.device.type, enabled=False):
+        with on_device(problem.input), without_autocast(problem.input.device.type):
             return filtered.screen(problem, plan, stats=stats, allow_tma=self.allow_tma)
 
     @torch.no_grad()
@@ -178,7 +176,7 @@ class TritonImplementation:
         on_input_grad: InputGradReady,
     ) -> Tensor | None:
         _check(problem)
-        with _on_device(problem.input), torch.autocast(problem.input.device.type, enabled=False):
+        with on_device(problem.input), without_autocast(problem.input.device.type):
             return filtered.filtered_gradients(
                 problem, plan, tiles, logit_grad, request, on_input_grad, allow_tma=self.allow_tma
             )
@@ -188,11 +186,6 @@ def _check(problem: LocalProblem) -> None:
     reason = availability(problem.input.device, problem.input.dtype)
     if reason is not None:
         raise ValueError(f"implementation 'triton' cannot run here: {reason}")
-
-
-def _on_device(tensor: Tensor) -> AbstractContextManager[object]:
-    """Kernels are launched on the current device, which need not be the operands'."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
 TRITON = TritonImplementation()
