@@ -8,8 +8,9 @@
    for, in the pieces' order, which is also that of the result's rows. Weights are kept, one a slot, for
 3. *grad C*: the entries are transposed first. Each slot counts itself in at its column (integer
    atomics), columns get consecutive places, and within a column entries are put back into ascending order, so neither
-   the sums nor their last bits depend on what the atomics did. Then each row of grad C is summed in registers and
-   written once, a few rows to a program; with ``accumulate``, rows that do not occur are not touched.
+   the sums nor their last bits depend on what the atomics did. (One list on the way lies in the memory of grad C, unless
+   that is added to.) Then each row of grad C is summed in registers and written once, a few rows to a program; with
+   ``accumulate``, rows that do not occur are not touched.
 4. Label smoothing, which without a softcap is a product of two vectors, is added where 2 and 3 write.
 
 Numerics:
@@ -35,7 +36,15 @@ from torch import Tensor
 
 from .anchor import gather_rows
 from .exact import fp16_factors, nothing_to_reduce, select_tokens
-from .interface import GradientRequest, InputGradReady, LocalProblem, LogitGradient, SamplingPlan, TokenPiece
+from .interface import (
+    GradientRequest,
+    InputGradReady,
+    LocalProblem,
+    LogitGradient,
+    SamplingPlan,
+    TokenPiece,
+    WeightGradBuffer,
+)
 from .logits import LOG2E, LogitOperands, finish_logits, grouped_tile, row_products, tanh
 from .matmul import product
 from .select_entries import WORD_BITS, Selection
@@ -747,6 +756,19 @@ class _HotPart:
     bias_grad: Tensor | None
 
 
+def lent_memory(destination: WeightGradBuffer | None, size: int, dtype: torch.dtype) -> Tensor | None:
+    """Memory of the gradient of C, which is written last, for so many values; None where it can't be had."""
+    if destination is None or destination.accumulate:
+        return None
+    buffer, per_value = destination.buffer, max(1, dtype.itemsize // destination.buffer.element_size())
+    aligned = buffer.is_contiguous() and buffer.data_ptr() % dtype.itemsize == 0
+    aligned = aligned and buffer.storage_offset() % per_value == 0
+    if not aligned or buffer.numel() * buffer.element_size() < size * dtype.itemsize:
+        return None
+    values = cdiv(size * dtype.itemsize, buffer.element_size())
+    return buffer.view(-1)[:values].view(dtype)[:size]
+
+
 class _Backward:
     """One sampled backward pass."""
 
@@ -912,17 +934,19 @@ class _Backward:
     # -- grad C
 
     def _transpose(self, slots: int) -> tuple[Tensor, Tensor]:
-        """Where each row's slots begin, int32 ``[V + 1]``, and all slots by row, ascending within a row."""
+        """Where each row's slots begin, ``[V + 1]``, and all slots by row, ascending within a row."""
         selection = self.selection
         dtype = torch.int32 if slots < 2**31 else torch.int64
-        counts = torch.zeros(self.problem.num_rows + 1, dtype=torch.int32, device=self.target.device)
+        counts = torch.zeros(self.problem.num_rows + 1, dtype=dtype, device=self.target.device)
         arrivals = selection.rows.new_empty(slots, dtype=dtype)
-        placed = selection.rows.new_empty(slots, dtype=dtype)
+        placed = lent_memory(self.request.weight, slots, dtype)
+        if placed is None:
+            placed = selection.rows.new_empty(slots, dtype=dtype)
         lists = (self.target, selection.cold, selection.rows, selection.found, self.active)
         size = 16 if INTERPRETED else SLOTS_AT_ONCE
         grid = (self.problem.num_tokens,)
         _arrive_kernel[grid](*lists, counts, arrivals, selection.budget, SIZE=size, num_warps=4)
-        starts = counts.cumsum(0, dtype=dtype)
+        starts = counts.cumsum_(0)
         _place_kernel[grid](*lists, starts, arrivals, placed, selection.budget, SIZE=size, num_warps=4)
         # The numbers of arrival are spent.
         size = 16 if INTERPRETED else ORDER_SLOTS

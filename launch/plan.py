@@ -176,7 +176,8 @@ def sampled(shape: Shape) -> int:
     gathered, logit_grads = hot * shape.hidden * size, chunk * hot * size
     slots = shape.tokens * (budget + 1)
     number = FP32 if slots < 2**31 else INT64
-    transpose = slots * (FP32 + 2 * number) + shape.rows * (FP32 + number)
+    lent = slots * number <= shape.rows * shape.hidden * size  # one of the lists lies in the gradient of C
+    transpose = slots * (FP32 + (1 if lent else 2) * number) + shape.rows * number
     hot_part = gathered + kept_of_hot + logit_grads
     backward_pass = shape.gradients + lists + max(hot_part, kept_of_hot + transpose)
     return max(_anchor(shape, tile, hot), lists + select, backward_pass)

@@ -353,3 +353,19 @@ def test_anchor_looks_at_its_own_rows_only() -> None:
         assert torch.equal(rows.num_cold, whole.num_cold)
     assert torch.allclose(parts, right, rtol=1e-14, atol=0.0)
     assert torch.equal(anchor.anchor(parts, whole), anchor.anchor(right, whole))
+
+
+def test_memory_that_grad_c_lends() -> None:
+    """Of any dtype, as long as it is contiguous, large enough, and written afterwards."""
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        memory = torch.zeros(7, 3, dtype=dtype)
+        lent = sampled.lent_memory(WeightGradBuffer(memory, False), 9, torch.int32)
+        assert lent is not None
+        assert (lent.shape, lent.dtype, lent.data_ptr()) == ((9,), torch.int32, memory.data_ptr())
+        assert sampled.lent_memory(WeightGradBuffer(memory, True), 9, torch.int32) is None
+        assert sampled.lent_memory(WeightGradBuffer(memory[:, :2], False), 1, torch.int32) is None
+        assert sampled.lent_memory(WeightGradBuffer(memory, False), 43, torch.int32) is None
+    assert (
+        sampled.lent_memory(WeightGradBuffer(memory.bfloat16().view(-1)[1:].view(2, 10), False), 2, torch.int32) is None
+    )
+    assert sampled.lent_memory(None, 1, torch.int32) is None
