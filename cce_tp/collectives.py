@@ -210,16 +210,17 @@ class Gathering:
 
     Attributes:
         local: this rank's tokens, contiguous; held until the others' are here, since a stream of its own reads them.
+        buffer: where all tokens will be, ``[N, D]``, in rank order; not to be read before ``tokens`` was called.
     """
 
     def __init__(self, local: Tensor, group: TensorParallelGroup) -> None:
-        self.local = self._tokens = local
+        self.local = self.buffer = local
         self._pending: Pending | None = None
         if not group.is_single:
             self.local = local.contiguous()
-            self._tokens = local.new_empty(group.size * local.shape[0], *local.shape[1:])
+            self.buffer = local.new_empty(group.size * local.shape[0], *local.shape[1:])
             self._pending = _transport.all_gather(
-                self._tokens.view(-1), self.local.view(-1), group, "gathering the input", later=True
+                self.buffer.view(-1), self.local.view(-1), group, "gathering the input", later=True
             )
 
     @property
@@ -228,11 +229,11 @@ class Gathering:
         return self._pending is not None
 
     def tokens(self) -> Tensor:
-        """``[N, D]``, in rank order, as soon as they are here."""
+        """``buffer``, as soon as they are here."""
         if self._pending is not None:
             self._pending.wait()
             self._pending = None
-        return self._tokens
+        return self.buffer
 
 
 def sum_small(local: Tensor, group: TensorParallelGroup, what: str) -> Tensor:
@@ -334,13 +335,16 @@ class Overlap:
     Attributes:
         pieces: in how many the sampled backward reduces the input's gradient, each as soon as it is done.
         least_bytes: of a piece; what is smaller goes as a whole.
-        split_tokens: from so many tokens a rank on, the exact forward pass computes the rank's own tokens while the
+        anchor_tokens: from so many tokens a rank on, the anchors of the rank's own tokens are computed while the
             others' are gathered; None for never.
+        forward_tokens: the same of the exact mode's forward pass. Its kernels take all of the device for long, and what
+            gathers takes a part of it away from them: that was not worth it where it was measured.
     """
 
     pieces: int = 2
     least_bytes: int = 4 * 2**20
-    split_tokens: int | None = None
+    anchor_tokens: int | None = 1024
+    forward_tokens: int | None = None
 
 
 _overlap = Overlap()
@@ -357,9 +361,10 @@ def overlap(choice: Overlap) -> Iterator[None]:
         _overlap = usual
 
 
-def splits_forward(local: Tensor) -> bool:
-    """Whether the exact forward pass begins with ``local``, this rank's own tokens."""
-    return _overlap.split_tokens is not None and len(local) >= _overlap.split_tokens
+def own_tokens_first(gathering: Gathering, *, anchor: bool) -> bool:
+    """Whether the anchor, or else the exact forward pass, begins before the others' tokens are here."""
+    least = _overlap.anchor_tokens if anchor else _overlap.forward_tokens
+    return gathering.under_way and least is not None and len(gathering.local) >= least
 
 
 def input_grad_pieces(

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -43,6 +45,8 @@ from .shard import VocabShard
 from .stats import LossStats
 
 __all__ = ["LinearCrossEntropyLoss", "linear_cross_entropy"]
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -139,20 +143,23 @@ class _LinearCrossEntropy(torch.autograd.Function):
             gathering = call.gather(local_input)
             local, active = call.implementation.local_labels(call.rule, target)
             smoothing_weight = call.smoothing_weight(class_weight, weight.device)
-            rows = _anchor_rows(call, target, active)
-            partials = None
-            if rows is None and gathering.under_way and collectives.splits_forward(gathering.local):
-                partials = _partials_in_turn(call, gathering, weight, bias, local, smoothing_weight)
-            problem = call.problem(gathering.tokens(), weight, bias, local, smoothing_weight)
+
+            def problem_of(tokens: Tensor, first: int = 0) -> LocalProblem:
+                return call.problem(tokens, weight, bias, local[first : first + len(tokens)], smoothing_weight)
+
             ctx.plan = ctx.selection = None
-            if call.samples and rows is not None:
-                ctx.plan = _plan_sampling(call, problem, rows, active)
+            if call.samples or call.filters:
+                rows = _anchor_rows(call, target, active)
+                anchor = _anchor(call, gathering, problem_of, rows)
+            else:
+                partials = _partials(call, gathering, problem_of)
+            problem = problem_of(gathering.tokens())
+            if call.samples:
+                ctx.plan = _plan_sampling(call, rows, anchor, active)
                 partials, ctx.selection = call.implementation.select(problem, ctx.plan, stats=options.return_stats)
-            elif call.filters and rows is not None:
-                ctx.plan = _plan_filter(call, problem, rows, active)
+            elif call.filters:
+                ctx.plan = _plan_filter(call, problem.num_rows, anchor, active)
                 partials, peaks = call.implementation.screen(problem, ctx.plan, stats=options.return_stats)
-            elif partials is None:
-                partials = call.implementation.partials(problem, stats=options.return_stats)
             mass = None if smoothing_weight is None else smoothing_weight.sum()
             whole = collectives.combine(call.with_global_argmax(partials), mass, call.shard, call.group)
 
@@ -190,24 +197,30 @@ def _detached_stats(rule: TokenRule, whole: Partials, log_sum: Tensor, target: T
     return logprob, (whole.argmax == target) & ~nowhere, entropy
 
 
-def _partials_in_turn(
-    call: _Call, gathering: Gathering, weight: Tensor, bias: Tensor | None, target: Tensor, c: Tensor | None
-) -> Partials:
-    """This rank's own tokens first, the others' when they are here; the same bits as all at once."""
-
-    def partials_of(tokens: Tensor, first: int) -> Partials:
-        problem = call.problem(tokens, weight, bias, target[first : first + len(tokens)], c)
-        return call.implementation.partials(problem, stats=call.options.return_stats)
-
+def _own_tokens_first(
+    gathering: Gathering,
+    rank: int,
+    work: Callable[[LocalProblem], _T],
+    problem_of: Callable[[Tensor, int], LocalProblem],
+) -> list[_T]:
+    """Work on this rank's own tokens, and on the others' when they are here; the results in the tokens' order."""
     length = len(gathering.local)
-    start = call.group.rank * length
-    own = partials_of(gathering.local, start)
+    start = rank * length
+    results = [work(problem_of(gathering.local, start))]
     tokens = gathering.tokens()
-    parts = [own]
     if start > 0:
-        parts.insert(0, partials_of(tokens[:start], 0))
+        results.insert(0, work(problem_of(tokens[:start], 0)))
     if start + length < len(tokens):
-        parts.append(partials_of(tokens[start + length :], start + length))
+        results.append(work(problem_of(tokens[start + length :], start + length)))
+    return results
+
+
+def _partials(call: _Call, gathering: Gathering, problem_of: Callable[..., LocalProblem]) -> Partials:
+    """The exact mode's; the same bits either way."""
+    work = partial(call.implementation.partials, stats=call.options.return_stats)
+    if not collectives.own_tokens_first(gathering, anchor=False):
+        return work(problem_of(gathering.tokens()))
+    parts = _own_tokens_first(gathering, call.group.rank, work, problem_of)
     columns = {field.name: [getattr(part, field.name) for part in parts] for field in fields(Partials)}
     joined: dict[str, Any] = {
         name: None if values[0] is None else torch.cat(values) for name, values in columns.items()
@@ -215,28 +228,34 @@ def _partials_in_turn(
     return Partials(**joined)
 
 
-def _anchor_rows(call: _Call, target: Tensor, active: Tensor) -> sampling.AnchorRows | None:
-    """The rows of the classifier that a guess of the LSE comes from; None in the exact mode, which needs none."""
-    if not (call.samples or call.filters):
-        return None
+def _anchor_rows(call: _Call, target: Tensor, active: Tensor) -> sampling.AnchorRows:
+    """The rows of the classifier that a guess of the LSE comes from."""
     mode, shard = call.options.mode, call.shard
     number = mode.reference_rows if isinstance(mode, Sampled) else filtering.REFERENCE_ROWS
     ids = sampling.RowIds(shard.vocab_size, shard.start, shard.num_real, call.softmax_rows)
     return call.implementation.anchor_rows(target, active, ids, number)
 
 
-def _anchor(call: _Call, problem: LocalProblem, rows: sampling.AnchorRows) -> Tensor:
+def _anchor(
+    call: _Call, gathering: Gathering, problem_of: Callable[..., LocalProblem], rows: sampling.AnchorRows
+) -> Tensor:
     """A guess of the LSE, fp32 ``[N]``. One small collective."""
-    sums = collectives.sum_small(call.implementation.anchor_sums(problem, rows), call.group, "summing the anchor")
-    return call.implementation.anchor(sums, rows)
+
+    def work(problem: LocalProblem) -> Tensor:
+        return call.implementation.anchor_sums(problem, rows)
+
+    if collectives.own_tokens_first(gathering, anchor=True):
+        sums = torch.cat(_own_tokens_first(gathering, call.group.rank, work, problem_of), dim=1)
+    else:
+        sums = work(problem_of(gathering.tokens()))
+    return call.implementation.anchor(collectives.sum_small(sums, call.group, "summing the anchor"), rows)
 
 
-def _plan_sampling(call: _Call, problem: LocalProblem, rows: sampling.AnchorRows, active: Tensor) -> SamplingPlan:
-    """What the sampled backward needs to know before the logits are computed. One small collective."""
+def _plan_sampling(call: _Call, rows: sampling.AnchorRows, anchor: Tensor, active: Tensor) -> SamplingPlan:
+    """What the sampled backward needs to know before the logits are computed."""
     mode, shard = call.options.mode, call.shard
     assert isinstance(mode, Sampled)
-    device = problem.input.device
-    anchor = _anchor(call, problem, rows)
+    device = anchor.device
     return SamplingPlan(
         eps=float(mode.eps),
         budget=mode.most_entries,
@@ -249,19 +268,19 @@ def _plan_sampling(call: _Call, problem: LocalProblem, rows: sampling.AnchorRows
     )
 
 
-def _plan_filter(call: _Call, problem: LocalProblem, rows: sampling.AnchorRows, active: Tensor) -> FilterPlan:
-    """What the filtered backward needs to know before the logits are computed. One small collective."""
+def _plan_filter(call: _Call, num_rows: int, anchor: Tensor, active: Tensor) -> FilterPlan:
+    """What the filtered backward needs to know before the logits are computed."""
     mode = call.options.mode
     assert isinstance(mode, Filtered)
     order = mode.order
     if isinstance(order, Tensor):
-        order = filtering.without_padding(order.long(), problem.num_rows)
+        order = filtering.without_padding(order.long(), num_rows)
     return FilterPlan(
         eps=float(mode.eps),
         input=mode.input,
         weight=mode.weight,
         order=order,
-        anchor=filtering.finite(_anchor(call, problem, rows)),
+        anchor=filtering.finite(anchor),
         active=active,
         rows=filtering.TILE_ROWS,
         cols=filtering.TILE_COLS,
@@ -294,14 +313,15 @@ def _gradients(ctx: Any, u: Tensor | None, h: Tensor | None) -> tuple[Tensor | N
             weight_grad[call.softmax_rows :].zero_()
         destination = WeightGradBuffer(weight_grad[: call.softmax_rows], accumulate=False)
 
-    problem = call.problem(gathering.tokens(), weight, bias, local, smoothing_weight)
+    problem = call.problem(gathering.buffer, weight, bias, local, smoothing_weight)
     dtype = collectives.reduction_dtype(local_input, call.options.comm_dtype, call.group)
     sequence_parallel = call.options.sequence_parallel
     pieces: tuple[TokenPiece, ...] = ()
     if call.samples and needs_input:  # the other modes' is done all at once
         pieces = collectives.input_grad_pieces(problem.input.shape, dtype, call.group, sequence_parallel)
     reduction = InputGradReduction(call.group, sequence_parallel, local_input.dtype, pieces)
-    request = GradientRequest(dtype if needs_input else None, destination, needs_bias, pieces)
+    ready = gathering.tokens if gathering.under_way else None
+    request = GradientRequest(dtype if needs_input else None, destination, needs_bias, pieces, ready)
     if ctx.selection is None:
         real_bias_grad = call.implementation.gradients(problem, logit_grad, request, reduction.start)
     else:
@@ -309,6 +329,7 @@ def _gradients(ctx: Any, u: Tensor | None, h: Tensor | None) -> tuple[Tensor | N
         method = implementation.filtered_gradients if call.filters else implementation.sampled_gradients
         real_bias_grad = method(problem, ctx.plan, ctx.selection, logit_grad, request, reduction.start)
 
+    gathering.tokens()  # whoever had no use for them
     bias_grad = None
     if bias is not None and real_bias_grad is not None:
         bias_grad = torch.zeros_like(bias)

@@ -218,6 +218,7 @@ def gradients(
         return nothing_to_reduce(problem, request, on_input_grad)
     operands = LogitOperands.prepare(problem, allow_tma=allow_tma)
     plan = _Plan.make(problem, operands, request)
+    request.await_input()
     return _Backward(problem, operands, logit_grad, request, plan, library).run(on_input_grad)
 
 

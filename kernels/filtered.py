@@ -727,13 +727,15 @@ class _Backward:
         self.by_weight = request.weight is not None or request.bias
         self._allocate_gradients()
         self._sort_rows()
-        self._set_smoothing(logit_grad)
         self._choose_tiles(allow_tma, workspace)
 
         everything = (request.input_dtype is not None and not plan.input) or (self.by_weight and not plan.weight)
         live = torch.ones_like(tiles.live) if everything else tiles.live
         self.schedule = _Schedule.make(live, self.rounds)
         self._allocate_workspace()
+        request.await_input()
+        self._copy_input()
+        self._set_smoothing(logit_grad)
 
     def run(self, on_input_grad: InputGradReady) -> Tensor | None:
         for number in range(self.rounds.number):
@@ -763,6 +765,9 @@ class _Backward:
         self.accumulator = self.input_grad
         if dtype is not None and dtype != torch.float32:
             self.accumulator = new(shape, dtype=torch.float32)
+
+    def _copy_input(self) -> None:
+        problem, request, new = self.problem, self.request, self.problem.input.new_empty
         self.safe_input: Tensor | None = None
         self.borrows_result = False
         if request.weight is not None:
@@ -770,7 +775,7 @@ class _Backward:
             result = self.input_grad
             fits = result is not None and result is not self.accumulator
             self.borrows_result = fits and result is not None and result.element_size() == problem.input.element_size()
-            memory = result if self.borrows_result and result is not None else new(shape)
+            memory = result if self.borrows_result and result is not None else new(problem.input.shape)
             self.safe_input = select_tokens(problem.input, self.active, memory.view(problem.input.dtype))
 
     def _sort_rows(self) -> None:

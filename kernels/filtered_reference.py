@@ -59,6 +59,7 @@ def gradients(
     on_input_grad: InputGradReady,
 ) -> Tensor | None:
     """Gradients without the tiles that the filter leaves out."""
+    request.await_input()
     device = problem.input.device
     order = torch.arange(problem.num_rows, device=device) if tiles.order is None else tiles.order
     place = torch.full((problem.num_rows + 1,), -1, dtype=torch.int64, device=device)

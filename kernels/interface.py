@@ -167,12 +167,20 @@ class GradientRequest:
         bias: whether the gradient of b is needed.
         pieces: the gradient of E is handed on in these, one behind the other; they hold every token once. Empty: as a
             whole, in the order of the tokens.
+        input_ready: where E is still on its way here. It is to be called (``await_input``) before anything reads E,
+            once whatever doesn't need E has been started.
     """
 
     input_dtype: torch.dtype | None
     weight: WeightGradBuffer | None
     bias: bool
     pieces: tuple[TokenPiece, ...] = ()
+    input_ready: Callable[[], object] | None = None
+
+    def await_input(self) -> None:
+        """From here on E can be read."""
+        if self.input_ready is not None:
+            self.input_ready()
 
     def hand_on(self, whole: Tensor, on_input_grad: InputGradReady) -> None:
         """Give away the gradient of E, ``[N, D]`` in the order of the tokens, as was asked for."""

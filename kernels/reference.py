@@ -199,6 +199,7 @@ def gradients(
     on_input_grad: InputGradReady,
 ) -> Tensor | None:
     """The exact backward pass; see the contract."""
+    request.await_input()
     device = problem.input.device
     blocks = _choose_blocks(problem)
     input_grad = None

@@ -808,14 +808,17 @@ class _Backward:
             self.input_grad = problem.input.new_empty(problem.input.shape, dtype=request.input_dtype)
 
     def run(self, on_input_grad: InputGradReady) -> Tensor | None:
-        hot = self._hot_part() if self.plan.hot.numel() > 0 else None
         slots = self.problem.num_tokens * (self.selection.budget + 1)
+        # The lists alone are read here: to be done while E is on its way, or else behind which grad E is reduced.
+        early = self.columns and self.request.input_ready is not None
+        transposed = self._transpose(slots) if early else None
+        self.request.await_input()
+        hot = self._hot_part() if self.plan.hot.numel() > 0 else None
         slot_grads = self.problem.input.new_empty(slots, dtype=torch.float32)
         self._entry_pass(slot_grads, on_input_grad, has_hot=hot is not None)
         if not self.columns:
             return None
-        starts, ordered = self._transpose(slots)
-        return self._weight_grad(hot, slot_grads, starts, ordered)
+        return self._weight_grad(hot, slot_grads, *(transposed or self._transpose(slots)))
 
     # -- hot rows
 

@@ -87,6 +87,7 @@ def gradients(
     on_input_grad: InputGradReady,
 ) -> Tensor | None:
     """Unbiased gradients: hot rows and targets exactly, the rest by its sample."""
+    request.await_input()
     device = problem.input.device
     total = _Sums.zeros(problem, request)
     _add_hot_rows(total, problem, plan, logit_grad)

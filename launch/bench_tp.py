@@ -489,7 +489,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=positive, default=12, help="runs of each; fewer of Megatron above 50 ms")
     parser.add_argument("--pieces", type=positive, metavar="NUMBER", help="in which sampled reduces the gradient of E")
     parser.add_argument(
-        "--split-forward", action="store_true", help="exact, sequence parallel: own tokens while the others' travel"
+        "--own-first", choices=("none", "anchor", "all"), default="anchor",
+        help="sequence parallel: what is done to own tokens while the others' travel (default: anchor)",
     )  # fmt: skip
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="cpu: by the wall clock")
     parser.add_argument(
@@ -552,7 +553,9 @@ def _overlap(options: argparse.Namespace) -> Overlap:
     choice = Overlap()
     if options.pieces is not None:
         choice = replace(choice, pieces=options.pieces)
-    return replace(choice, split_tokens=1) if options.split_forward else choice
+    if options.own_first == "none":
+        return replace(choice, anchor_tokens=None)
+    return replace(choice, forward_tokens=1) if options.own_first == "all" else choice
 
 
 def _forget_megatron() -> None:

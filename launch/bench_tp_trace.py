@@ -20,9 +20,10 @@ HEAD_START = 8
 MARK_CYCLES = 20_000
 PARTS = (
     ("communication", ("nccl",)),
-    ("anchor", ("_look_kernel", "_target_kernel")),
-    ("logits and decisions", ("_select", "select_", "_partials", "_reduce_kernel", "_fold")),
-    ("lists", ("_list", "_hash")),
+    ("labels and losses", ("_labels_kernel", "_losses_kernel", "_weight_sum_kernel", "_logit_gradient_kernel")),
+    ("anchor", ("_count_", "_tally_", "_choose_", "_gather_kernel", "_look_", "_sum_kernel", "_anchor_kernel")),
+    ("logits and decisions", ("_prepare", "_select", "select_", "_partials", "_reduce_kernel", "_fold")),
+    ("lists", ("_list",)),
     ("hot rows", ("_hot", "gemm", "nvjet", "cutlass", "cublas", "product")),
     ("∇E", ("_input_grad", "_long")),
     ("transpose", ("_arrive", "_place", "_order")),
@@ -30,23 +31,18 @@ PARTS = (
     ("other", ("",)),
 )
 """Which part of a step a kernel belongs to: the first that holds a piece of its name."""
-COLOURS = dict(
-    zip(
-        (name for name, _ in PARTS),
-        (
-            "tab:red",
-            "tab:olive",
-            "tab:blue",
-            "tab:cyan",
-            "tab:brown",
-            "tab:orange",
-            "tab:gray",
-            "tab:green",
-            "lightgray",
-        ),
-        strict=True,
-    )
-)
+COLOURS = {
+    "communication": "tab:red",
+    "labels and losses": "tab:pink",
+    "anchor": "tab:olive",
+    "logits and decisions": "tab:blue",
+    "lists": "tab:cyan",
+    "hot rows": "tab:brown",
+    "∇E": "tab:orange",
+    "transpose": "tab:purple",
+    "∇C": "tab:green",
+    "other": "lightgray",
+}
 
 
 @dataclass(frozen=True)

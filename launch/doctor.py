@@ -95,6 +95,8 @@ class Case:
 # Rows beyond the hot ones have to be left for chance, or the sampled check would check the exact mode. Lists are not to
 # be thinned: each rank thins its own.
 SAMPLED = cce_tp.Sampled(eps=2.0**-6, seed=7, reference_rows=16, entries_per_token=2**16)
+# The same for the filter, whose tiles differ where shards do: it is to leave out nothing.
+FILTERED = cce_tp.Filtered(eps=1e-30)
 CASES = (
     Case("exact", {}),
     Case("exact, uneven shards", {}, uneven=True),
@@ -104,6 +106,8 @@ CASES = (
     Case("sequence parallel", {}, sequence_parallel=True),
     Case("sampled", {"backward": SAMPLED}),
     Case("sampled, sequence parallel", {"backward": SAMPLED}, sequence_parallel=True, uneven=True),
+    Case("filtered", {"backward": FILTERED}, uneven=True),
+    Case("filtered, sequence parallel", {"backward": FILTERED}, sequence_parallel=True),
 )
 
 

@@ -7,7 +7,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from local_problem import Gradients, LocalSpec, logits, make, make_logit_gradient, relative_error
+from local_problem import Gradients, LocalSpec, late_input, logits, make, make_logit_gradient, relative_error
 from torch import Tensor
 
 from cce_tp.kernels import filtered_reference, filtering
@@ -75,10 +75,12 @@ def run(module: ModuleType, case: FilterCase, *, input_dtype: torch.dtype = torc
     problem = case.problem
     buffer = torch.full(problem.weight.shape, float("nan"), device=problem.weight.device)
     handed: list[Tensor] = []
-    request = GradientRequest(input_dtype, WeightGradBuffer(buffer, False), True)
     backward = module.gradients if module is filtered_reference else module.filtered_gradients
     tiles = case.tiles(module, **forward_ways)
+    ready = late_input(problem)
+    request = GradientRequest(input_dtype, WeightGradBuffer(buffer, False), True, input_ready=ready)
     bias = backward(problem, case.plan, tiles, case.logit_grad, request, handed.append, **ways)
+    ready()
     assert bias is not None
     assert bias.dtype == torch.float32
     assert len(handed) == 1

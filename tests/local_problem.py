@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -142,6 +143,13 @@ def expected_gradients(problem: LocalProblem, grad: LogitGradient) -> Gradients:
     return Gradients(g @ problem.weight.double(), g.T @ safe.double(), g.sum(0))
 
 
+def late_input(problem: LocalProblem) -> Callable[[], object]:
+    """Make the input NaN until what is returned is called: an implementation must not read it before."""
+    values = problem.input.clone()
+    problem.input.fill_(float("nan"))
+    return lambda: problem.input.copy_(values)
+
+
 def run_gradients(
     implementation: LocalImplementation,
     problem: LocalProblem,
@@ -156,8 +164,11 @@ def run_gradients(
     if buffer is None:
         buffer = torch.full(shape, float("nan"), dtype=problem.weight.dtype, device=problem.weight.device)
     handed: list[Tensor] = []
-    request = GradientRequest(input_dtype or problem.input.dtype, WeightGradBuffer(buffer, accumulate), True)
+    ready = late_input(problem)
+    destination = WeightGradBuffer(buffer, accumulate)
+    request = GradientRequest(input_dtype or problem.input.dtype, destination, True, input_ready=ready)
     bias = implementation.gradients(problem, grad, request, handed.append)
+    ready()
     assert bias is not None
     assert bias.dtype == torch.float32
     assert len(handed) == 1

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from local_problem import Gradients, LocalSpec, logits, make, make_logit_gradient, relative_error
+from local_problem import Gradients, LocalSpec, late_input, logits, make, make_logit_gradient, relative_error
 from torch import Tensor
 
 from cce_tp.kernels import anchor, sampled_reference, sampling, select_entries
@@ -99,8 +99,11 @@ def run_sampled(
     if buffer is None:
         buffer = torch.full(case.problem.weight.shape, float("nan"), device=case.problem.weight.device)
     handed: list[Tensor] = []
-    request = GradientRequest(input_dtype, WeightGradBuffer(buffer, accumulate), True, pieces)
+    ready = None if accumulate else late_input(case.problem)
+    request = GradientRequest(input_dtype, WeightGradBuffer(buffer, accumulate), True, pieces, ready)
     bias = backward(case.problem, case.plan, selection, case.logit_grad, request, handed.append)
+    if ready is not None:
+        ready()
     assert bias is not None
     assert bias.dtype == torch.float32
     return Ran(partials, selection, Gradients(in_order(handed, pieces), buffer, bias))

@@ -139,6 +139,7 @@ def test_every_part_has_a_colour_and_is_drawn(tmp_path: Path) -> None:
     found = bench_tp_trace.spans(_trace())
     bench_tp_trace.draw({"one": found, "two": found[:2]}, "title", path)
     assert path.read_bytes().startswith(b"\x89PNG")
+    assert list(bench_tp_trace.COLOURS) == [name for name, _ in bench_tp_trace.PARTS]
     assert len(set(bench_tp_trace.COLOURS.values())) == len(bench_tp_trace.PARTS)
 
 

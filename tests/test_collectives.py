@@ -175,12 +175,14 @@ def test_little_goes_at_once(tokens: int, size: int) -> None:
 
 
 @pytest.mark.parametrize("options", [Options(), Options(label_smoothing=0.1)], ids=["plain", "smoothing"])
+@pytest.mark.parametrize("mode", ["exact", SAMPLED], ids=["exact", "sampled"])
 @pytest.mark.parametrize("tp", [2, 4])
-def test_own_tokens_first(pool: Pool, options: Options, tp: int) -> None:
-    """Under sequence parallelism the exact forward may begin before the others' tokens are here: the same bits."""
+def test_own_tokens_first(pool: Pool, options: Options, mode: Any, tp: int) -> None:
+    """Under sequence parallelism work begins before the others' tokens are here: the same bits."""
     spec = replace(PLAIN, shape=(12,), ignored=0.2, options=options, lse_grad=True, bias=True)
-    whole = pool.run(tp, _overlapped, spec, {"sequence_parallel": True}, None)
-    split = pool.run(tp, _overlapped, spec, {"sequence_parallel": True}, Overlap(split_tokens=1))
+    keywords = {"sequence_parallel": True, "backward": mode}
+    whole = pool.run(tp, _overlapped, spec, keywords, Overlap(anchor_tokens=None))
+    split = pool.run(tp, _overlapped, spec, keywords, Overlap(anchor_tokens=1, forward_tokens=1))
     for one, other in zip(whole, split, strict=True):
         sent, sent_in_turn = ([s for s in each.collectives if s.dtype != torch.uint8] for each in (one, other))
         assert sent == sent_in_turn
