@@ -55,13 +55,9 @@ HOT_BYTES = 16 * 2**20
 MOST_IN_REGISTERS = 8192
 """Longest row that one program holds; longer ones are read twice."""
 LONG_BLOCK = 2048
-COLUMN_BLOCK, COLUMN_ROWS, COLUMN_ABREAST, COLUMN_MANY = 512, 8, 4, 8
-"""What one program of grad C sums: elements of a row, rows, how many entries of each row side by side with the others',
-and entries at a time of a row that has more."""
-COLUMN_WARP = 256
-"""Elements of a row to a warp."""
-LONG_LIST = 64
-"""Tokens with more entries go first: begun last, one alone would keep the whole pass from its end."""
+COLUMN_BLOCK, COLUMN_ROWS, COLUMN_MANY, COLUMN_AT_ONCE = 512, 8, 8, 2
+"""What one program of grad C sums: elements of a row, rows one after another, entries of a row at a time as long as
+there are many, and at the end."""
 SMALLEST_PROBABILITY = tl.constexpr(2.0**-23)
 SLOTS_AT_ONCE = 256
 ORDER_SLOTS, ORDER_AT_ONCE = 128, 32
@@ -156,7 +152,7 @@ def _token(i, first, length, stride):  # type: ignore[no-untyped-def]
     return (first + i // length * stride + i % length).to(tl.int64)
 
 
-@triton.jit(do_not_specialize=["budget", "number", "first", "length", "stride", "first_row"])
+@triton.jit(do_not_specialize=["budget", "first", "length", "stride", "first_row"])
 def _input_grad_kernel(  # type: ignore[no-untyped-def]
     input,
     weight,
@@ -176,7 +172,6 @@ def _input_grad_kernel(  # type: ignore[no-untyped-def]
     out,
     slot_grads,
     budget,
-    number,
     first,
     length,
     stride,
@@ -200,18 +195,10 @@ def _input_grad_kernel(  # type: ignore[no-untyped-def]
     REST: tl.constexpr,
     AT_ONCE: tl.constexpr,
     STAGES: tl.constexpr,
-    LONG: tl.constexpr,
 ):
-    """One token whose row lies in registers: dot products and sums in one pass over its rows of C.
-
-    Every token of the piece has two programs, of which one does the work: the first ``number`` programs that of tokens
-    with long lists, the others the rest.
-    """
-    i = tl.program_id(0) % number
-    n = _token(i, first, length, stride)
-    if (tl.load(found + n) > LONG) != (tl.program_id(0) < number):
-        return
-    row = (first_row + i).to(tl.int64)
+    """One token whose row lies in registers: dot products and sums in one pass over its rows of C."""
+    n = _token(tl.program_id(0), first, length, stride)
+    row = (first_row + tl.program_id(0)).to(tl.int64)
     o_d = tl.arange(0, MAIN)
     m_d = o_d < hidden
     if WRITE:
@@ -466,28 +453,115 @@ def _order_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _entry_products(  # type: ignore[no-untyped-def]
+def _column_sum(  # type: ignore[no-untyped-def]
     input,
     ordered,
     slot_grads,
-    o,
-    m,
+    first,
+    end,
     o_d,
     m_d,
     slots_per_token,
     input_stride_n,
     input_stride_d,
     WRITE: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):
-    """``weight * E_n`` of the entries at places ``o``, a line each, and their weights."""
+    """Some entries' ``weight * E_n``, and their weights, both summed."""
+    o = first + tl.arange(0, AT_ONCE)
+    m = o < end
     b_slot = tl.load(ordered + o, mask=m, other=0)
     b_g = tl.load(slot_grads + b_slot, mask=m, other=0.0)
-    b_product = b_g[:, None] * tl.zeros_like(o_d).to(tl.float32)[None, :]
+    b_sum = tl.zeros_like(o_d).to(tl.float32)
     if WRITE:
         p_e = input + (b_slot // slots_per_token).to(tl.int64)[:, None] * input_stride_n
         b_e = tl.load(p_e + o_d[None, :] * input_stride_d, mask=m[:, None] & m_d[None, :], other=0.0)
-        b_product = b_e.to(tl.float32) * b_g[:, None]
-    return b_product, b_g
+        b_sum = tl.sum(b_e.to(tl.float32) * b_g[:, None], 0)
+    return b_sum, tl.sum(b_g, 0)
+
+
+@triton.jit
+def _weight_grad_row(  # type: ignore[no-untyped-def]
+    v,
+    piece,
+    begin,
+    end,
+    input,
+    ordered,
+    slot_grads,
+    hot_place,
+    hot_weight_grad,
+    hot_bias_grad,
+    smoothing_weight,
+    smoothed_input,
+    smoothing_sum,
+    out,
+    bias_out,
+    hidden,
+    slots_per_token,
+    input_stride_n,
+    input_stride_d,
+    out_stride_v,
+    scale,
+    HAS_HOT: tl.constexpr,
+    HAS_SMOOTHING: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    WRITE: tl.constexpr,
+    BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MANY: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    """One piece of one row of grad C; the first piece also makes the gradient of the row's bias."""
+    o_d = (piece * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    m_d = o_d < hidden
+    hot = tl.full((), -1, tl.int32)
+    if HAS_HOT:
+        hot = tl.load(hot_place + v) - 1
+
+    b_acc = tl.zeros((BLOCK,), dtype=tl.float32)
+    s_bias = 0.0
+    # A column may have thousands of entries, where most have a few.
+    many = begin + (end - begin) // MANY * MANY
+    for first in range(begin, many, MANY):
+        b_sum, s_sum = _column_sum(
+            input, ordered, slot_grads, first, end, o_d, m_d, slots_per_token, input_stride_n, input_stride_d, WRITE,
+            MANY,
+        )  # fmt: skip
+        b_acc += b_sum
+        s_bias += s_sum
+    for first in range(many, end, AT_ONCE):
+        b_sum, s_sum = _column_sum(
+            input, ordered, slot_grads, first, end, o_d, m_d, slots_per_token, input_stride_n, input_stride_d, WRITE,
+            AT_ONCE,
+        )  # fmt: skip
+        b_acc += b_sum
+        s_bias += s_sum
+
+    if WRITE:
+        occurs = (end > begin) | (hot >= 0)
+        if HAS_HOT:  # noqa: SIM102
+            if hot >= 0:
+                b_acc += tl.load(hot_weight_grad + hot.to(tl.int64) * hidden + o_d, mask=m_d, other=0.0)
+        if HAS_SMOOTHING:
+            occurs = occurs | True
+            s_c = tl.load(smoothing_weight + v) * scale
+            b_acc -= s_c * tl.load(smoothed_input + o_d, mask=m_d, other=0.0)
+        p_out = out + v * out_stride_v + o_d
+        if ACCUMULATE:
+            if occurs:
+                b_acc += tl.load(p_out, mask=m_d, other=0.0).to(tl.float32)
+                tl.store(p_out, b_acc.to(out.dtype.element_ty), mask=m_d)
+        else:
+            tl.store(p_out, b_acc.to(out.dtype.element_ty), mask=m_d)
+    if BIAS:  # noqa: SIM102
+        if piece == 0:
+            if HAS_HOT:  # noqa: SIM102
+                if hot >= 0:
+                    s_bias += tl.load(hot_bias_grad + hot)
+            if HAS_SMOOTHING:
+                s_bias -= tl.load(smoothing_weight + v) * scale * tl.load(smoothing_sum)
+            tl.store(bias_out + v, s_bias)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_blocks", "slots_per_token"])
@@ -519,79 +593,23 @@ def _weight_grad_kernel(  # type: ignore[no-untyped-def]
     BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
-    ABREAST: tl.constexpr,
     MANY: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):
-    """One piece of ROWS rows of grad C; the first piece also makes the gradient of the rows' biases.
-
-    Most rows have few entries or none, so their first ABREAST entries are taken side by side: what a row waits for in
-    memory, all of them wait for at once. Rows that have more, up to thousands, then go on one after another.
-    """
+    """One piece of ROWS rows of grad C: most have few entries or none, and aren't worth a program of their own."""
+    first = (tl.program_id(0) // num_blocks).to(tl.int64) * ROWS
     piece = tl.program_id(0) % num_blocks
-    o_row = tl.arange(0, ROWS)
-    o_v = (tl.program_id(0) // num_blocks).to(tl.int64) * ROWS + o_row
-    m_v = o_v < num_rows
-    o_d = (piece * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
-    m_d = o_d < hidden
-    b_begin = tl.load(starts + o_v, mask=m_v, other=0)
-    b_count = tl.load(starts + o_v + 1, mask=m_v, other=0) - b_begin
-    b_acc = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
-    b_bias = tl.zeros((ROWS,), dtype=tl.float32)
-    most = tl.max(b_count, 0)
-    for k in range(0, tl.minimum(most, ABREAST)):
-        b_product, b_g = _entry_products(
-            input, ordered, slot_grads, b_begin + k, k < b_count, o_d, m_d, slots_per_token, input_stride_n,
-            input_stride_d, WRITE,
+    begin = tl.load(starts + first)
+    for row in range(0, tl.minimum(num_rows - first, ROWS)):
+        end = tl.load(starts + first + row + 1)
+        _weight_grad_row(
+            first + row, piece, begin, end,
+            input, ordered, slot_grads, hot_place, hot_weight_grad, hot_bias_grad,
+            smoothing_weight, smoothed_input, smoothing_sum, out, bias_out,
+            hidden, slots_per_token, input_stride_n, input_stride_d, out_stride_v, scale,
+            HAS_HOT, HAS_SMOOTHING, ACCUMULATE, WRITE, BIAS, BLOCK, MANY, AT_ONCE,
         )  # fmt: skip
-        b_acc += b_product
-        b_bias += b_g
-    if most > ABREAST:
-        for row in range(0, ROWS):
-            first = tl.sum(tl.where(o_row == row, b_begin, 0), 0)
-            end = first + tl.sum(tl.where(o_row == row, b_count, 0), 0)
-            b_sum = tl.zeros((BLOCK,), dtype=tl.float32)
-            s_sum = 0.0
-            for place in range(first + ABREAST, end, MANY):
-                o = place + tl.arange(0, MANY)
-                b_product, b_g = _entry_products(
-                    input, ordered, slot_grads, o, o < end, o_d, m_d, slots_per_token, input_stride_n, input_stride_d,
-                    WRITE,
-                )  # fmt: skip
-                b_sum += tl.sum(b_product, 0)
-                s_sum += tl.sum(b_g, 0)
-            b_acc += tl.where((o_row == row)[:, None], b_sum[None, :], 0.0)
-            b_bias += tl.where(o_row == row, s_sum, 0.0)
-
-    b_occurs = m_v & (b_count > 0)
-    b_hot = tl.full((ROWS,), -1, tl.int32)
-    if HAS_HOT:
-        b_hot = tl.load(hot_place + o_v, mask=m_v, other=0) - 1
-        b_occurs = b_occurs | (b_hot >= 0)
-    b_smoothing = tl.zeros((ROWS,), dtype=tl.float32)
-    if HAS_SMOOTHING:
-        b_smoothing = tl.load(smoothing_weight + o_v, mask=m_v, other=0.0) * scale
-        b_occurs = m_v
-    if WRITE:
-        if HAS_HOT:
-            m_hot = (b_hot >= 0)[:, None] & m_d[None, :]
-            b_acc += tl.load(
-                hot_weight_grad + b_hot.to(tl.int64)[:, None] * hidden + o_d[None, :], mask=m_hot, other=0.0
-            )
-        if HAS_SMOOTHING:
-            b_acc -= b_smoothing[:, None] * tl.load(smoothed_input + o_d, mask=m_d, other=0.0)[None, :]
-        p_out = out + o_v[:, None] * out_stride_v + o_d[None, :]
-        m_out = m_v[:, None] & m_d[None, :]
-        if ACCUMULATE:
-            m_out = m_out & b_occurs[:, None]
-            b_acc += tl.load(p_out, mask=m_out, other=0.0).to(tl.float32)
-        tl.store(p_out, b_acc.to(out.dtype.element_ty), mask=m_out)
-    if BIAS:  # noqa: SIM102
-        if piece == 0:
-            if HAS_HOT:
-                b_bias += tl.load(hot_bias_grad + b_hot, mask=b_hot >= 0, other=0.0)
-            if HAS_SMOOTHING:
-                b_bias -= b_smoothing * tl.load(smoothing_sum)
-            tl.store(bias_out + o_v, b_bias, mask=m_v)
+        begin = end
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_rows"])
@@ -909,14 +927,14 @@ class _Backward:
         }
         if problem.hidden_size <= MOST_IN_REGISTERS:
             width = _Width.of(problem.hidden_size)
-            _input_grad_kernel[(2 * piece.size,)](
+            _input_grad_kernel[(piece.size,)](
                 problem.input, problem.weight, self.bias, *lists, *vectors, self.smoothing, smoothed,
-                self.active, self.input_grad, slot_grads, selection.budget, piece.size, *place, problem.hidden_size,
+                self.active, self.input_grad, slot_grads, selection.budget, *place, problem.hidden_size,
                 *problem.input.stride(), *problem.weight.stride(), *scalars,
                 HAS_SMOOTHING=smoothed is not None, HAS_HOT=has_hot, WRITE=self.input_grad is not None,
                 KEEP=self.columns, MAIN=width.main, REST=width.rest,
-                AT_ONCE=width.at_once, STAGES=width.stages, LONG=LONG_LIST,
-                num_warps=width.warps, **flags,
+                AT_ONCE=width.at_once, STAGES=width.stages, num_warps=width.warps,
+                **flags,
             )  # fmt: skip
             return
         if row == 0:  # all tokens' at once
@@ -980,7 +998,7 @@ class _Backward:
             *problem.input.stride(), 0 if buffer is None else buffer.stride(0), problem.logit_scale,
             HAS_HOT=hot is not None, HAS_SMOOTHING=self.smoothing is not None,
             ACCUMULATE=request.weight is not None and request.weight.accumulate,
-            WRITE=buffer is not None, BIAS=bias_grad is not None, BLOCK=block, ROWS=COLUMN_ROWS,
-            ABREAST=COLUMN_ABREAST, MANY=COLUMN_MANY, num_warps=max(1, block // COLUMN_WARP),
+            WRITE=buffer is not None, BIAS=bias_grad is not None, BLOCK=block, ROWS=COLUMN_ROWS, MANY=COLUMN_MANY,
+            AT_ONCE=COLUMN_AT_ONCE, num_warps=max(1, block // 512),
         )  # fmt: skip
         return bias_grad
