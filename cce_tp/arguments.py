@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor, Shard
 from .agreement import CallRecord
 from .collectives import TensorParallelGroup, resolve_group
 from .kernels.filtering import is_permutation
-from .kernels.interface import LocalImplementation
+from .kernels.interface import LocalImplementation, SamplingSize
 from .kernels.select import choose
-from .options import SUPPORTED_DTYPES, Filtered, LossOptions
+from .options import SUPPORTED_DTYPES, Filtered, LossOptions, Sampled
 from .shard import VocabShard
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -201,7 +201,7 @@ def gather_arguments(
         _check_labels(target, shard.vocab_size, options, sequence_dim)
     _check_order(options, local_weight)
     implementation = choose(options.implementation, input.device, input.dtype)
-    _check_workspace(options, implementation, target.numel(), local_weight)
+    _check_workspace(options, implementation, target.numel(), local_weight, shard.vocab_size)
     return Arguments(
         input,
         local_weight,
@@ -337,12 +337,23 @@ def _check_labels(target: Tensor, vocab_size: int, options: LossOptions, sequenc
 
 
 def _check_workspace(
-    options: LossOptions, implementation: LocalImplementation, num_tokens: int, weight: Tensor
+    options: LossOptions, implementation: LocalImplementation, num_tokens: int, weight: Tensor, vocab_size: int
 ) -> None:
     if options.workspace is None:
         return
     rows, hidden_size = weight.shape
-    least = implementation.least_workspace(num_tokens, hidden_size, rows, weight.dtype)
+    mode = options.mode
+    if isinstance(mode, Sampled):
+        size = SamplingSize(mode.reference_rows, mode.most_entries, vocab_size)
+        bound = implementation.least_sampled_workspace(num_tokens, hidden_size, rows, weight.dtype, size)
+        if bound is None:
+            raise ValueError(
+                f"workspace={options.workspace} can't bound backward='sampled' in the {implementation.name} "
+                f"implementation; leave workspace out"
+            )
+        least = bound
+    else:
+        least = implementation.least_workspace(num_tokens, hidden_size, rows, weight.dtype)
     if options.workspace < least:
         raise ValueError(
             f"workspace={options.workspace} bytes is too small: the {implementation.name} implementation needs at "

@@ -434,8 +434,9 @@ def linear_cross_entropy(
         count_padding: padding rows enter the softmax (and get gradient), as in Megatron.
         unknown_labels: what a label outside ``[0, V)`` that isn't ignored does: "nan" makes its token's loss and
             gradient NaN; "max" gives it the row's largest logit, a constant to the gradient, as Megatron has it.
-        workspace: bytes each pass may allocate beyond inputs, outputs and gradients, refused if not enough (exact);
-            default: the gradient of the input in fp32, and 44 to 160 MiB, whatever the implementation works best in.
+        workspace: bytes each pass may allocate beyond inputs, outputs and gradients, refused if not enough, in
+            the filtered mode, and by plain PyTorch in the sampled mode; default: the gradient of the input in fp32 and
+            44 to 160 MiB, or in the sampled mode 60 MiB and what its lists take, whatever works best.
         validate: check labels and the ranks' agreement on every call, with a host synchronisation; None: the
             environment variable ``CCE_TP_VALIDATE``.
         implementation: "auto" (Triton kernels on a GPU, plain PyTorch on the CPU), "triton" or "torch".

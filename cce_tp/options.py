@@ -272,11 +272,6 @@ class LossOptions:
 
     def _check_combinations(self) -> None:
         name = type(self.mode).__name__.lower()
-        if isinstance(self.mode, Sampled) and self.workspace is not None:
-            raise ValueError(
-                f"workspace={self.workspace} can't bound backward='sampled', whose lists take about 16 bytes for each "
-                f"of entries_per_token={self.mode.most_entries} a token; leave workspace out"
-            )
         if isinstance(self.mode, Filtered) and self.workspace is not None:
             raise ValueError(
                 f"workspace={self.workspace} can't bound backward='filtered', which takes a 128th of the logits' "

@@ -29,16 +29,17 @@ import triton.language as tl
 from torch import Tensor
 
 from . import sampling
-from .interface import LocalProblem
+from .interface import LocalProblem, SamplingSize
 from .logits import LOG2E, LogitOperands, finish_logits, grouped_tile, row_products
-from .tiles import INTERPRETED, cdiv, next_power_of_2
-from .workspace import FP32_BYTES
+from .tiles import INTERPRETED, Tile, cdiv, extreme_tile, next_power_of_2
+from .workspace import ALLOCATION, FP32_BYTES, FP64_BYTES, allocated, workspace_too_small
 
 PRODUCT_BYTES = 48 * 2**20
 """Most memory for the products: beyond it, tokens are taken in chunks."""
 COUNT_TOKENS, IDS = 256, 1024
 """Tokens, and ids of the vocabulary, that a program takes when hot rows are chosen."""
 ROW_BLOCK = 1024
+NUM_SUMS = 5
 SUM_TOKENS, SUM_COLS, SUM_BLOCK = 4, 256, 512
 ANCHOR_TOKENS = 128
 LARGEST_EXPONENT = tl.constexpr(sampling.LARGEST_EXPONENT * 1.4426950408889634)
@@ -323,15 +324,15 @@ def anchor_sums(problem: LocalProblem, rows: sampling.AnchorRows, *, allow_tma: 
     """
     num_tokens, device = problem.num_tokens, problem.input.device
     if problem.num_rows == 0 or num_tokens == 0:
-        return torch.zeros(5, num_tokens, dtype=torch.float64, device=device)
+        return torch.zeros(NUM_SUMS, num_tokens, dtype=torch.float64, device=device)
     looked_at = rows.rows
     gathered = replace(problem, weight=gather_rows(problem.weight, looked_at), smoothing_weight=None)
     operands = LogitOperands.prepare(gathered, allow_tma=allow_tma)
-    chunk = tokens_at_once(num_tokens, operands.num_rows, operands.tile.rows)
     tile = operands.tile
+    chunk = _tokens_at_once(problem, operands, rows)
     room = (cdiv(chunk, tile.rows) * tile.rows, cdiv(operands.num_rows, tile.cols) * tile.cols)
     products = torch.empty(room, dtype=torch.float32, device=device)
-    sums = torch.empty(5, num_tokens, dtype=torch.float64, device=device)
+    sums = torch.empty(NUM_SUMS, num_tokens, dtype=torch.float64, device=device)
     flags = operands.flags()
     options = {name: flags.pop(name) for name in ("HAS_BIAS", "HAS_SCALE", "HAS_SOFTCAP")}
     del flags["HAS_SMOOTHING"]
@@ -348,11 +349,42 @@ def anchor_sums(problem: LocalProblem, rows: sampling.AnchorRows, *, allow_tma: 
     return sums
 
 
-def tokens_at_once(num_tokens: int, looked_at: int, tile_rows: int) -> int:
+def tokens_at_once(num_tokens: int, looked_at: int, tile: Tile, budget: int = PRODUCT_BYTES) -> int:
     """Tokens per chunk, in whole tiles, evenly used."""
-    tiles = cdiv(num_tokens, tile_rows)
-    most = max(1, PRODUCT_BYTES // (looked_at * FP32_BYTES * tile_rows))
-    return min(cdiv(tiles, cdiv(tiles, most)) * tile_rows, num_tokens)
+    tiles = cdiv(num_tokens, tile.rows)
+    most = max(1, budget // _tile_bytes(looked_at, tile))
+    return min(cdiv(tiles, cdiv(tiles, most)) * tile.rows, num_tokens)
+
+
+def _tile_bytes(looked_at: int, tile: Tile) -> int:
+    """Products of one tile of tokens."""
+    return tile.rows * cdiv(looked_at, tile.cols) * tile.cols * FP32_BYTES
+
+
+def _fixed_bytes(num_tokens: int, hidden: int, dtype: torch.dtype, looked_at: int, vocab_size: int) -> int:
+    """Rows gathered, sums, the anchor; counts or places, and the list of rows. Beside them, only the products."""
+    gathered, sums = looked_at * hidden * dtype.itemsize, NUM_SUMS * FP64_BYTES * num_tokens
+    chosen = (vocab_size + num_tokens) * FP32_BYTES, looked_at * FP64_BYTES
+    return allocated(gathered, sums, num_tokens * FP32_BYTES, *chosen) + 4 * ALLOCATION
+
+
+def least_workspace(num_tokens: int, hidden: int, dtype: torch.dtype, size: SamplingSize) -> int:
+    """Enough for any options on any device."""
+    looked_at = size.num_hot + min(sampling.COLD_ROWS, size.vocab_size)
+    fixed = _fixed_bytes(num_tokens, hidden, dtype, looked_at, size.vocab_size)
+    return fixed + allocated(_tile_bytes(looked_at, extreme_tile(dtype)))
+
+
+def _tokens_at_once(problem: LocalProblem, operands: LogitOperands, rows: sampling.AnchorRows) -> int:
+    looked_at, tile, workspace = operands.num_rows, operands.tile, problem.workspace
+    if workspace is None:
+        return tokens_at_once(problem.num_tokens, looked_at, tile)
+    num_tokens, hidden = problem.num_tokens, problem.hidden_size
+    fixed = _fixed_bytes(num_tokens, hidden, problem.input.dtype, looked_at, rows.vocab_size)
+    least = fixed + allocated(_tile_bytes(looked_at, tile))
+    if workspace < least:
+        raise workspace_too_small(workspace, least, num_tokens, problem.num_rows, hidden)
+    return tokens_at_once(num_tokens, looked_at, tile, min(workspace - fixed, PRODUCT_BYTES))
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_others"])

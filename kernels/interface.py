@@ -216,6 +216,25 @@ class SamplingPlan:
     first_id: int
 
 
+@dataclass(frozen=True)
+class SamplingSize:
+    """What the sampled mode's memory depends on, beside the problem's shape.
+
+    Attributes:
+        reference_rows: most hot rows.
+        budget: most entries a token may keep.
+        vocab_size: ids over the whole group.
+    """
+
+    reference_rows: int
+    budget: int
+    vocab_size: int
+
+    @property
+    def num_hot(self) -> int:
+        return min(self.reference_rows, self.vocab_size)
+
+
 class Selection(Protocol):
     """Which entries the forward pass kept; its form is the implementation's own."""
 
@@ -291,6 +310,13 @@ class LocalImplementation(Protocol):
 
     def least_workspace(self, num_tokens: int, hidden_size: int, num_rows: int, dtype: torch.dtype) -> int:
         """Fewest bytes of workspace in which both steps can work on such a problem."""
+        ...
+
+    def least_sampled_workspace(
+        self, num_tokens: int, hidden_size: int, num_rows: int, dtype: torch.dtype, size: SamplingSize
+    ) -> int | None:
+        """The same in the sampled mode, whose lists are the caller's from the forward pass to the backward pass, and
+        count in the first; None if it has no bound."""
         ...
 
     def partials(self, problem: LocalProblem, *, stats: bool) -> Partials:

@@ -8,9 +8,9 @@
    for, in the pieces' order, which is also that of the result's rows. Weights are kept, one a slot, for
 3. *grad C*: the entries are transposed first. Each slot counts itself in at its column (integer
    atomics), columns get consecutive places, and within a column entries are put back into ascending order, so neither
-   the sums nor their last bits depend on what the atomics did. (One list on the way lies in the memory of grad C, unless
-   that is added to.) Then each row of grad C is summed in registers and written once, a few rows to a program; with
-   ``accumulate``, rows that do not occur are not touched.
+   the sums nor their last bits depend on what the atomics did. (One list on the way lies in the memory of grad C,
+   unless that is added to.) Then each row of grad C is summed in registers and written once, a few rows to a program;
+   with ``accumulate``, rows that do not occur are not touched.
 4. Label smoothing, which without a softcap is a product of two vectors, is added where 2 and 3 write.
 
 Numerics:
@@ -42,13 +42,15 @@ from .interface import (
     LocalProblem,
     LogitGradient,
     SamplingPlan,
+    SamplingSize,
     TokenPiece,
     WeightGradBuffer,
 )
 from .logits import LOG2E, LogitOperands, finish_logits, grouped_tile, row_products, tanh
 from .matmul import product
 from .select_entries import WORD_BITS, Selection
-from .tiles import INTERPRETED, cdiv, next_power_of_2
+from .tiles import INTERPRETED, Tile, cdiv, extreme_tile, next_power_of_2
+from .workspace import ALLOCATION, FP32_BYTES, FP64_BYTES, allocated, workspace_too_small
 
 HOT_BYTES = 16 * 2**20
 """Most memory for G over the hot rows: beyond it, tokens are taken in chunks."""
@@ -61,7 +63,7 @@ there are many, and at the end."""
 SMALLEST_PROBABILITY = tl.constexpr(2.0**-23)
 SLOTS_AT_ONCE = 256
 ORDER_SLOTS, ORDER_AT_ONCE = 128, 32
-SUM_ROWS, SUM_COLS = 32, 128
+SUM_ROWS, SUM_COLS, MOST_SPLITS = 32, 128, 64
 
 
 @dataclass(frozen=True)
@@ -734,7 +736,7 @@ def _weighted_sum_kernel(  # type: ignore[no-untyped-def]
 def weighted_sum(matrix: Tensor, factors: Tensor, active: Tensor | None) -> Tensor:
     """fp32 ``factors @ matrix``, ``[D]``, in an order that depends on shapes alone."""
     num_rows, hidden = matrix.shape
-    splits = max(1, min(64, num_rows // 256))
+    splits = max(1, min(MOST_SPLITS, num_rows // 256))
     out = torch.empty(splits, hidden, dtype=torch.float32, device=matrix.device)
     rows_per_split = cdiv(cdiv(num_rows, splits), SUM_ROWS) * SUM_ROWS
     _weighted_sum_kernel[(cdiv(hidden, SUM_COLS), splits)](
@@ -787,6 +789,36 @@ def lent_memory(destination: WeightGradBuffer | None, size: int, dtype: torch.dt
     return buffer.view(-1)[:values].view(dtype)[:size]
 
 
+def _hot_bytes(hidden: int, num_hot: int, dtype: torch.dtype) -> int:
+    """The hot rows and their gradients."""
+    return allocated(num_hot * hidden * dtype.itemsize, num_hot * hidden * FP32_BYTES, num_hot * FP32_BYTES)
+
+
+def _hot_tile_bytes(hidden: int, num_hot: int, dtype: torch.dtype, tile: Tile, *, copies: bool) -> int:
+    """G over them for one tile of tokens, its sums, and perhaps a copy of E."""
+    columns = cdiv(num_hot, tile.cols) * tile.cols
+    return tile.rows * (columns + (hidden if copies else 0)) * dtype.itemsize + num_hot * FP32_BYTES
+
+
+def least_workspace(num_tokens: int, hidden: int, num_rows: int, dtype: torch.dtype, size: SamplingSize) -> int:
+    """Enough for any options on any device."""
+    tile, num_hot = extreme_tile(dtype), size.num_hot
+    slots = num_tokens * (min(size.budget, num_rows) + 1)
+    hot, transposed = _hot_bytes(hidden, num_hot, dtype), _transposed_bytes(slots, num_rows)
+    dense = allocated(_hot_tile_bytes(hidden, num_hot, dtype, tile, copies=True)) + 4 * ALLOCATION
+    more = allocated(slots * FP32_BYTES, slots * _number_bytes(slots))  # weights, and a list on the way
+    smoothed = 3 * allocated(MOST_SPLITS * hidden * FP32_BYTES)
+    return hot + transposed + max(dense, more + smoothed) + 8 * allocated(num_tokens * FP32_BYTES)
+
+
+def _number_bytes(slots: int) -> int:
+    return FP32_BYTES if slots < 2**31 else FP64_BYTES
+
+
+def _transposed_bytes(slots: int, num_rows: int) -> int:
+    return allocated(slots * _number_bytes(slots), (num_rows + 1) * _number_bytes(slots))
+
+
 class _Backward:
     """One sampled backward pass."""
 
@@ -826,6 +858,7 @@ class _Backward:
             self.input_grad = problem.input.new_empty(problem.input.shape, dtype=request.input_dtype)
 
     def run(self, on_input_grad: InputGradReady) -> Tensor | None:
+        self._check_workspace()
         slots = self.problem.num_tokens * (self.selection.budget + 1)
         # The lists alone are read here: to be done while E is on its way, or else behind which grad E is reduced.
         early = self.columns and self.request.input_ready is not None
@@ -850,8 +883,7 @@ class _Backward:
         if self.request.weight is not None:
             weight_grad = weight.new_empty((num_hot, hidden), dtype=torch.float32)
         tile_rows = operands.tile.rows
-        chunk = max(1, HOT_BYTES // (num_hot * weight.element_size() * tile_rows)) * tile_rows
-        chunk = min(chunk, problem.num_tokens)
+        chunk = self._hot_tokens(operands)
         row_tiles = cdiv(chunk, tile_rows)
         logit_grads = weight.new_empty((row_tiles * tile_rows, cdiv(num_hot, operands.tile.cols) * operands.tile.cols))
         if self.request.bias:
@@ -870,13 +902,45 @@ class _Backward:
             if bias_grad is not None and bias_partials is not None:
                 bias_grad += bias_partials[: cdiv(stop - start, tile_rows)].sum(0)
             if weight_grad is not None:
-                safe = self._safe_input(start, stop)
-                product(weight_grad, g.T, safe, accumulate=start > 0, factor=self.inverse_factor, library=self.library)
+                product(
+                    weight_grad, g.T, self._safe_input(start, stop),
+                    accumulate=start > 0, factor=self.inverse_factor, library=self.library,
+                )  # fmt: skip
             if self.input_grad is not None:
                 for first, last, row in self._rows_of(start, stop):
                     out, part_g = self.input_grad[row : row + last - first], g[first - start : last - start]
                     product(out, part_g, weight, accumulate=False, factor=self.inverse_factor, library=self.library)
         return _HotPart(weight_grad, bias_grad)
+
+    def _check_workspace(self) -> None:
+        """The caller's must hold what the entries take, and the hot rows of one tile of tokens."""
+        problem = self.problem
+        if problem.workspace is None:
+            return
+        size = SamplingSize(self.plan.hot.shape[0], self.selection.budget, self.plan.hot.shape[0])
+        shape = (problem.num_tokens, problem.hidden_size, problem.num_rows, problem.input.dtype)
+        least = least_workspace(*shape, size)
+        if problem.workspace < least:
+            raise workspace_too_small(problem.workspace, least, *shape[:1], problem.num_rows, problem.hidden_size)
+
+    def _hot_tokens(self, operands: LogitOperands) -> int:
+        """Tokens per chunk of the hot rows' part, in whole tiles, evenly used."""
+        problem, tile, num_hot = self.problem, operands.tile, operands.num_rows
+        budget = HOT_BYTES
+        if problem.workspace is not None:
+            fixed = _hot_bytes(problem.hidden_size, num_hot, problem.input.dtype)
+            fixed += _transposed_bytes(problem.num_tokens * (self.selection.budget + 1), problem.num_rows)
+            budget = min(budget, problem.workspace - fixed - ALLOCATION)
+        per_tile = _hot_tile_bytes(problem.hidden_size, num_hot, problem.input.dtype, tile, copies=self.copies_input)
+        tiles = cdiv(problem.num_tokens, tile.rows)
+        most = max(1, budget // per_tile)
+        return min(cdiv(tiles, cdiv(tiles, most)) * tile.rows, problem.num_tokens)
+
+    @property
+    def copies_input(self) -> bool:
+        """Whether a copy of E takes memory of its own."""
+        lends = self.input_grad is not None and self.input_grad.element_size() == self.problem.input.element_size()
+        return not (lends and all(piece.runs == 1 for piece in self.pieces))
 
     def _rows_of(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """Tokens from ``start`` to ``stop`` as neighbours also in grad E: first, one behind the last, and first row."""

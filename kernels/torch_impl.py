@@ -15,6 +15,7 @@ from .interface import (
     Partials,
     Peaks,
     SamplingPlan,
+    SamplingSize,
     TileMap,
 )
 from .sampled_reference import Entries
@@ -28,6 +29,11 @@ class TorchImplementation:
 
     def least_workspace(self, num_tokens: int, hidden_size: int, num_rows: int, dtype: torch.dtype) -> int:
         return reference.least_workspace(num_tokens, hidden_size)
+
+    def least_sampled_workspace(
+        self, num_tokens: int, hidden_size: int, num_rows: int, dtype: torch.dtype, size: SamplingSize
+    ) -> int | None:
+        return None  # what a block of tokens keeps is thinned only at the end
 
     def partials(self, problem: LocalProblem, *, stats: bool) -> Partials:
         return reference.walk(problem, stats=stats)

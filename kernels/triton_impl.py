@@ -16,6 +16,7 @@ from .interface import (
     Partials,
     Peaks,
     SamplingPlan,
+    SamplingSize,
     TileMap,
 )
 from .logits import LogitOperands
@@ -63,6 +64,17 @@ class TritonImplementation:
             return 0
         return max(
             forward.least_workspace(num_tokens, num_rows, dtype), exact.least_workspace(num_tokens, hidden_size, dtype)
+        )
+
+    def least_sampled_workspace(
+        self, num_tokens: int, hidden_size: int, num_rows: int, dtype: torch.dtype, size: SamplingSize
+    ) -> int | None:
+        if num_tokens == 0 or num_rows == 0:
+            return 0
+        return max(
+            anchor.least_workspace(num_tokens, hidden_size, dtype, size),
+            select_entries.least_workspace(num_tokens, num_rows, dtype, size),
+            sampled.least_workspace(num_tokens, hidden_size, num_rows, dtype, size),
         )
 
     @torch.no_grad()

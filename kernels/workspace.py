@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-FP32_BYTES = 4
+FP32_BYTES, FP64_BYTES = 4, 8
 ALLOCATION = 512
 """torch's caching allocator hands out memory in multiples of this."""
 

@@ -172,8 +172,8 @@ def sampled(shape: Shape) -> int:
 
     hot = min(mode.reference_rows, shape.rows)
     kept_of_hot = hot * shape.hidden * FP32 + shape.rows * FP32
-    chunk = min(max(1, backward.HOT_BYTES // (hot * size * tile.rows)) * tile.rows, shape.tokens)
-    gathered, logit_grads = hot * shape.hidden * size, chunk * hot * size
+    gathered = hot * shape.hidden * size
+    logit_grads = min(backward.HOT_BYTES, shape.tokens * hot * size)
     slots = shape.tokens * (budget + 1)
     number = FP32 if slots < 2**31 else INT64
     lent = slots * number <= shape.rows * shape.hidden * size  # one of the lists lies in the gradient of C
@@ -188,7 +188,7 @@ def _anchor(shape: Shape, tile: Tile, hot: int) -> int:
     from cce_tp.kernels import anchor, sampling
 
     looked_at = hot + min(sampling.COLD_ROWS, shape.rows)
-    tokens = anchor.tokens_at_once(shape.tokens, looked_at, tile.rows)
+    tokens = anchor.tokens_at_once(shape.tokens, looked_at, tile)
     products = FP32 * (-(-tokens // tile.rows) * tile.rows) * (-(-looked_at // tile.cols) * tile.cols)
     gathered = looked_at * shape.hidden * shape.dtype.itemsize
     return gathered + products + ANCHOR_SUMS * FP64 * shape.tokens + FP32 * shape.vocabulary

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,11 @@ from cce_tp.kernels.interface import (
     LogitGradient,
     Partials,
     SamplingPlan,
+    SamplingSize,
     WeightGradBuffer,
 )
 from cce_tp.kernels.logits import LogitOperands
+from cce_tp.kernels.triton_impl import TRITON
 from cce_tp.kernels.workspace import allocated
 from cce_tp.launch import cli, plan
 
@@ -109,6 +112,65 @@ def _sampled(problem: LocalProblem) -> Any:
     return kept, request
 
 
+def _launch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launchers run on tensors without memory, as on a recent GPU."""
+    monkeypatch.setattr(JITFunction, "run", lambda self, *args, **keywords: None)
+    monkeypatch.setattr(logits, "can_use_tma", lambda tensor: True)
+    monkeypatch.setattr(hopper, "supported", lambda device: True)
+    monkeypatch.setattr(hopper, "_descriptor", lambda *args: None)
+    monkeypatch.setattr(hopper, "_programs", lambda operands: (1,))
+    for module in (logits, exact):
+        monkeypatch.setattr(module.TensorDescriptor, "from_tensor", lambda *args: None)
+
+
+def _without_memory(shape: tuple[int, int, int], **options: Any) -> LocalProblem:
+    tokens, rows, hidden = shape
+    with torch.device("meta"):
+        e, c = (torch.empty(size, hidden, dtype=torch.bfloat16) for size in (tokens, rows))
+        return LocalProblem(e, c, torch.empty(tokens, dtype=torch.int64), **options)
+
+
+@pytest.mark.parametrize("shape", [(8192, 32000, 4096), (300, 50000, 512), (20000, 900, 256)], ids=str)
+@pytest.mark.parametrize("times", [1.0, 2.5])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_sampled_keeps_to_its_workspace(
+    shape: tuple[int, int, int], times: float, accumulate: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both passes, with bias, smoothing, and an fp32 gradient of E, for which E is copied."""
+    tokens, rows, hidden = shape
+    mode = cce_tp.Sampled(eps=2.0**-6)
+    size = SamplingSize(mode.reference_rows, mode.most_entries, rows)
+    least = TRITON.least_sampled_workspace(tokens, hidden, rows, torch.bfloat16, size)
+    assert least is not None
+    _launch_nothing(monkeypatch)
+    bias, c = (torch.empty(rows, device="meta") for _ in range(2))
+    problem = _without_memory(shape, workspace=int(least * times), bias=bias, smoothing_weight=c)
+    assert problem.workspace is not None
+    active = torch.empty(tokens, dtype=torch.bool, device="meta")
+    factor, seed = torch.empty(tokens, device="meta"), torch.empty(1, dtype=torch.int64, device="meta")
+    buffer = torch.empty_like(problem.weight)
+    inputs = (problem.input, problem.weight, problem.target, bias, c, active, factor, seed, buffer)
+    with Allocations(inputs) as allocations:
+        looked_at = anchor.anchor_rows(problem.target, active, sampling.RowIds.whole(rows), mode.reference_rows)
+        r = anchor.anchor(anchor.anchor_sums(problem, looked_at), looked_at)
+        drawn = SamplingPlan(mode.eps, mode.most_entries, seed, r, active, looked_at.hot, looked_at.place, 0)
+        partials, selection = select_entries.select(problem, drawn, stats=False)
+        assert allocations.peak <= problem.workspace
+        if times == 1.0:
+            assert allocations.peak >= 0.3 * least  # the least is no exaggeration
+        allocations.peak = before = allocations.live
+        grad = LogitGradient(partials.max, partials.sum_exp, factor, factor, active, factor)
+        request = GradientRequest(torch.float32, WeightGradBuffer(buffer, accumulate), True)
+        handed: list[torch.Tensor] = []
+        sampled.sampled_gradients(problem, drawn, selection, grad, request, handed.append)
+        results = tokens * hidden * 4 + rows * 4
+        assert allocations.peak - before - results <= problem.workspace
+    with pytest.raises(ValueError, match="workspace=1000 is too small"):
+        anchor.anchor_sums(replace(problem, workspace=1000), looked_at)
+    with pytest.raises(ValueError, match="workspace=1000 is too small"):
+        sampled.sampled_gradients(replace(problem, workspace=1000), drawn, selection, grad, request, handed.append)
+
+
 @pytest.mark.parametrize(
     "shape",
     [
@@ -129,19 +191,10 @@ def test_plan_is_what_the_launchers_allocate(
     shape: tuple[int, int, int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The launchers run on tensors without memory, as on a recent GPU, and launch nothing."""
-    tokens, rows, hidden = shape
-    monkeypatch.setattr(JITFunction, "run", lambda self, *args, **keywords: None)
-    monkeypatch.setattr(logits, "can_use_tma", lambda tensor: True)
-    monkeypatch.setattr(hopper, "supported", lambda device: True)
-    monkeypatch.setattr(hopper, "_descriptor", lambda *args: None)
-    monkeypatch.setattr(hopper, "_programs", lambda operands: (1,))
-    for module in (logits, exact):
-        monkeypatch.setattr(module.TensorDescriptor, "from_tensor", lambda *args: None)
-    with torch.device("meta"):
-        e, c = (torch.empty(size, hidden, dtype=torch.bfloat16) for size in (tokens, rows))
-        problem = LocalProblem(e, c, torch.empty(tokens, dtype=torch.int64))
-    with Allocations((e, c, problem.target)) as allocations:
+    tokens = shape[0]
+    _launch_nothing(monkeypatch)
+    problem = _without_memory(shape)
+    with Allocations((problem.input, problem.weight, problem.target)) as allocations:
         results = run(problem)
     of_the_loss = plan.LOSS_VALUES * plan.FP32 * tokens  # made of the partials, which is not run here
     layer = plan.Shape(*shape, tp=1, dtype=torch.bfloat16, eps=2.0**-8)

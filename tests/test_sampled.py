@@ -438,3 +438,9 @@ def test_eps_auto_is_that_number_in_a_call() -> None:
     auto = gradient(cce_tp.Sampled(eps="auto", tokens_per_step=2**30, **small))
     assert torch.equal(auto, gradient(cce_tp.Sampled(eps=AUTO_EPS_RANGE[1], **small)))
     assert not torch.equal(auto, gradient(cce_tp.Sampled(eps=AUTO_EPS_RANGE[0], **small)))
+
+
+def test_plain_pytorch_has_no_workspace() -> None:
+    e, c, target = torch.randn(4, 8), torch.randn(16, 8), torch.arange(4)
+    with pytest.raises(ValueError, match="workspace=100000 can't bound backward='sampled' in the torch implementation"):
+        cce_tp.linear_cross_entropy(e, c, target, backward="sampled", workspace=10**5, implementation="torch")
