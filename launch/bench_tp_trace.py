@@ -18,6 +18,7 @@ Work = Callable[[], object]
 HEAD_START = 8
 """Products before the step, so that the host is ahead of the device when it begins."""
 MARK_CYCLES = 20_000
+SHOWN_MS = 0.5
 PARTS = (
     ("communication", ("nccl",)),
     ("labels and losses", ("_labels_kernel", "_losses_kernel", "_weight_sum_kernel", "_logit_gradient_kernel")),
@@ -86,6 +87,17 @@ def spans(events: Sequence[dict[str, Any]]) -> list[Span]:
     return [Span(part_of(e["name"]), (e["ts"] - begin) / 1e3, e["dur"] / 1e3) for e in after]
 
 
+def long_kernels(found: Sequence[Span]) -> list[Span]:
+    """Those beside which the others could hardly be seen."""
+    return [span for span in found if span.part != "communication" and span.length > 2 * SHOWN_MS]
+
+
+def place(time: float, long: Sequence[Span]) -> float:
+    """Where a time is drawn: each of the long kernels, of which no two overlap, takes ``SHOWN_MS``."""
+    inside = [(min(max(time - span.begin, 0.0), span.length), span.length) for span in long]
+    return time - sum(gone * (1.0 - SHOWN_MS / length) for gone, length in inside)
+
+
 def draw(timelines: dict[str, list[Span]], title: str, path: Path) -> None:
     """A panel for each step: what computes in the upper lane, what communicates in the lower."""
     plot = pyplot()
@@ -93,21 +105,31 @@ def draw(timelines: dict[str, list[Span]], title: str, path: Path) -> None:
         len(timelines), 1, figsize=(12, 0.8 + 1.9 * len(timelines)), layout="constrained", squeeze=False, sharex=True
     )
     for (name, found), axes in zip(timelines.items(), panels[:, 0], strict=True):
-        for part, colour in COLOURS.items():
-            lane = 0 if part == "communication" else 1
-            bars = [(span.begin, span.length) for span in found if span.part == part]
-            if bars:
-                axes.broken_barh(bars, (lane - 0.35, 0.7), color=colour, linewidth=0)
-        axes.set_yticks([0, 1], ["communication", "computing"])
-        axes.set_ylim(-0.5, 1.5)
-        axes.set_title(name, loc="left", fontsize=10)
-        axes.grid(axis="x", alpha=0.3)
+        _draw_step(axes, found)
+        whole = max((span.begin + span.length for span in found), default=0.0)
+        axes.set_title(f"{name}: {whole:.2f} ms", loc="left", fontsize=10)
     seen = {span.part for found in timelines.values() for span in found}
     handles = [
         plot.Rectangle((0, 0), 1, 1, color=colour, label=part) for part, colour in COLOURS.items() if part in seen
     ]
-    panels[-1, 0].set_xlabel("ms")
+    panels[-1, 0].set_xlabel(f"ms; kernels of more than {2 * SHOWN_MS:g} ms are drawn as if they took {SHOWN_MS:g}")
     figure.suptitle(title, fontsize=11)
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9)
     figure.savefig(path, dpi=150, format="png")
     plot.close(figure)
+
+
+def _draw_step(axes: Any, found: Sequence[Span]) -> None:
+    long = long_kernels(found)
+    for part, colour in COLOURS.items():
+        lane = 0 if part == "communication" else 1
+        ends = [(place(s.begin, long), place(s.begin + s.length, long)) for s in found if s.part == part]
+        if ends:
+            bars = [(begin, end - begin) for begin, end in ends]
+            axes.broken_barh(bars, (lane - 0.35, 0.7), color=colour, linewidth=0)
+    for span in long:
+        middle = (place(span.begin + span.length / 2, long), 1)
+        axes.annotate(f"// {span.length:.2f} ms //", middle, color="white", ha="center", va="center", fontsize=8)
+    axes.set_yticks([0, 1], ["communication", "computing"])
+    axes.set_ylim(-0.5, 1.5)
+    axes.grid(axis="x", alpha=0.3)

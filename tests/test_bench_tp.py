@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +135,18 @@ def test_spans_begin_behind_the_mark() -> None:
         bench_tp_trace.spans(_trace()[:3])
 
 
+def test_long_kernels_are_drawn_short() -> None:
+    """What is beside them moves with them."""
+    parts = ["anchor", "logits and decisions", "communication", "logits and decisions", "∇C"]
+    times = [(0.0, 0.1), (0.2, 5.0), (5.2, 0.5), (5.7, 2.0), (7.7, 1.0)]
+    step = [bench_tp_trace.Span(part, *time) for part, time in zip(parts, times, strict=True)]
+    long = bench_tp_trace.long_kernels(step)
+    assert long == [step[1], step[3]]
+    drawn = [bench_tp_trace.place(time, long) for time in (0.1, 0.2, 2.7, 5.2, 5.7, 7.7, 8.7)]
+    assert drawn == pytest.approx([0.1, 0.2, 0.45, 0.7, 1.2, 1.7, 2.7])
+    assert bench_tp_trace.place(3.0, []) == 3.0
+
+
 def test_every_part_has_a_colour_and_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "trace.png"
@@ -177,3 +191,23 @@ def test_results_are_written(tmp_path: Path) -> None:
     assert bench_tp._comparisons(case.rows) == [
         "sampled against megatron-core fused, sequence parallel: 3.00 x faster, 10.0 x less memory"
     ]
+
+
+@pytest.mark.multigpu
+@pytest.mark.timeout(300)
+def test_on_gpus(tmp_path: Path) -> None:
+    """The command itself, with everything that it writes."""
+    pytest.importorskip("matplotlib")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command += ["-m", "cce_tp.launch", "bench-tp", "--shape", "4096,8192,1024", "--repeats", "2"]
+    command += ["--json", str(tmp_path / "tp.json"), "--trace", str(tmp_path / "tp.png")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=Path(__file__).parent.parent)
+    assert done.returncode == 0, done.stderr[-4000:]
+    (case,) = json.loads((tmp_path / "tp.json").read_text())["cases"]
+    ours = [row for row in case["rows"] if row["method"] in OURS]
+    assert len(ours) == 2 * len(OURS)
+    assert all(row["reason"] is None and row["peak_bytes"] > 0 for row in ours)
+    assert {row["method"]: len(row["messages"]) for row in ours if not row["sequence_parallel"]} == {
+        "exact": 2, "filtered": 3, "sampled": 4,
+    }  # fmt: skip
+    assert (tmp_path / "tp.png").read_bytes().startswith(b"\x89PNG")
