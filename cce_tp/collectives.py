@@ -37,7 +37,7 @@ same bits by construction; the reductions rely on the backend delivering the sam
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -45,7 +45,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .kernels.fold import fold, relative_to
+from .kernels.fold import Packing, join, relative_to
 from .kernels.interface import Partials, TokenPiece
 from .options import LOW_PRECISION
 from .shard import VocabShard
@@ -244,7 +244,11 @@ def sum_small(local: Tensor, group: TensorParallelGroup, what: str) -> Tensor:
 
 
 def combine(
-    partials: Partials, smoothing_mass: Tensor | None, shard: VocabShard, group: TensorParallelGroup
+    partials: Partials,
+    smoothing_mass: Tensor | None,
+    shard: VocabShard,
+    group: TensorParallelGroup,
+    join: Callable[[Tensor, Packing], Partials] = join,
 ) -> Partials:
     """Partials of the whole vocabulary from those of each rank; ``argmax`` must count global ids.
 
@@ -254,15 +258,19 @@ def combine(
 
     Args:
         smoothing_mass: this rank's ``sum_v c_v``, fp32 ``[]``; None without label smoothing.
+        join: folds what was gathered, as ``kernels.fold.join``.
     """
     if group.is_single:
         return partials
-    link = torch.full_like(partials.max, _mark(shard.stop) - _mark(shard.start))
-    combined, chain = (_combine_by_gather if group.size <= GATHER_UP_TO else _combine_by_reduction)(
-        partials, smoothing_mass, link, group
+    packing = Packing(
+        smoothing=partials.smoothing is not None,
+        stats=partials.entropy is not None,
+        whole=_mark(shard.vocab_size) - _mark(0),
     )
-    covered = chain == _mark(shard.vocab_size) - _mark(0)
-    return replace(combined, max=torch.where(covered, combined.max, float("nan")))
+    link = _mark(shard.stop) - _mark(shard.start)
+    if group.size <= GATHER_UP_TO:
+        return join(all_gather(packing.pack(partials, link, smoothing_mass), group, COMBINING), packing)
+    return _combine_by_reduction(partials, smoothing_mass, link, packing.whole, group)
 
 
 def _mark(bound: int) -> int:
@@ -270,47 +278,26 @@ def _mark(bound: int) -> int:
     return (bound * 0x9E3779B1 & 0xFFFFFFFF) >> 16
 
 
-def _combine_by_gather(
-    partials: Partials, smoothing_mass: Tensor | None, link: Tensor, group: TensorParallelGroup
-) -> tuple[Partials, Tensor]:
-    rows = [link, partials.max, partials.sum_exp, partials.target_logit]
-    if partials.smoothing is not None and smoothing_mass is not None:
-        rows += [partials.smoothing, smoothing_mass.expand_as(partials.max)]
-    if partials.entropy is not None and partials.argmax is not None:
-        # Ids travel as their bits: a float32 doesn't hold integers above 2^24.
-        rows += [partials.entropy, partials.argmax.to(torch.int32).view(torch.float32)]
-    gathered = iter(all_gather(torch.stack(rows), group, COMBINING).unbind(dim=1))
-    chain = next(gathered).sum(dim=0)
-    parts = Partials(next(gathered), next(gathered), next(gathered))
-    mass = None
-    if partials.smoothing is not None:
-        parts = replace(parts, smoothing=next(gathered))
-        mass = next(gathered)
-    if partials.entropy is not None:
-        parts = replace(parts, entropy=next(gathered), argmax=next(gathered).contiguous().view(torch.int32).long())
-    return fold(parts, mass), chain
-
-
 def _combine_by_reduction(
-    partials: Partials, smoothing_mass: Tensor | None, link: Tensor, group: TensorParallelGroup
-) -> tuple[Partials, Tensor]:
+    partials: Partials, smoothing_mass: Tensor | None, link: int, whole: int, group: TensorParallelGroup
+) -> Partials:
     top = partials.max.clone()
     _transport.all_reduce(top, group, COMBINING, dist.ReduceOp.MAX)
     moved = relative_to(partials, top, smoothing_mass)
     # gloo's MAX may lose a NaN on some ranks; then sum_exp is NaN, and this sum brings it to all of them.
     optional = [field for field in (moved.smoothing, moved.entropy) if field is not None]
-    packed = torch.stack([link, moved.sum_exp, moved.target_logit, *optional])
+    packed = torch.stack([torch.full_like(top, link), moved.sum_exp, moved.target_logit, *optional])
     _transport.all_reduce(packed, group, COMBINING)
     sums = iter(packed.unbind())
-    chain = next(sums)
-    combined = Partials(top, next(sums), next(sums))
+    covered = next(sums) == whole
+    combined = Partials(torch.where(covered, top, float("nan")), next(sums), next(sums))
     if moved.smoothing is not None:
         combined = replace(combined, smoothing=next(sums))
     if moved.entropy is not None and partials.argmax is not None:
         combined = replace(
             combined, entropy=next(sums), argmax=_reduce_argmax(partials.max, partials.argmax, top, group)
         )
-    return combined, chain
+    return combined
 
 
 def _reduce_argmax(local_max: Tensor, argmax: Tensor, top: Tensor, group: TensorParallelGroup) -> Tensor:

@@ -161,7 +161,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 ctx.plan = _plan_filter(call, problem.num_rows, anchor, active)
                 partials, peaks = call.implementation.screen(problem, ctx.plan, stats=options.return_stats)
             mass = None if smoothing_weight is None else smoothing_weight.sum()
-            whole = collectives.combine(call.with_global_argmax(partials), mass, call.shard, call.group)
+            ours = call.with_global_argmax(partials)
+            whole = collectives.combine(ours, mass, call.shard, call.group, call.implementation.join)
 
             made = call.implementation.losses(call.rule, whole, target, class_weight)
             if call.filters:

@@ -10,6 +10,7 @@ Rules for the edges: a piece without a finite logit (``m = -inf``: empty, or mas
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -87,6 +88,44 @@ def fold(parts: Partials, smoothing_mass: Tensor | None) -> Partials:
         entropy=None if moved.entropy is None else moved.entropy.sum(dim=0),
         argmax=None if parts.argmax is None else _lowest_argmax(parts.max, parts.argmax, top),
     )
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How a shard's partials travel: fp32 ``[k, N]``, in the order of ``pack``'s rows.
+
+    Attributes:
+        smoothing, stats: whether they are there.
+        whole: what the shards' links add up to: numbers that say which rows of the vocabulary a shard has.
+    """
+
+    smoothing: bool
+    stats: bool
+    whole: int
+
+    def pack(self, partials: Partials, link: int, smoothing_mass: Tensor | None) -> Tensor:
+        rows = [torch.full_like(partials.max, link), partials.max, partials.sum_exp, partials.target_logit]
+        if partials.smoothing is not None and smoothing_mass is not None:
+            rows += [partials.smoothing, smoothing_mass.expand_as(partials.max)]
+        if partials.entropy is not None and partials.argmax is not None:
+            # Ids travel as their bits: a float32 doesn't hold integers above 2^24.
+            rows += [partials.entropy, partials.argmax.to(torch.int32).view(torch.float32)]
+        return torch.stack(rows)
+
+
+def join(gathered: Tensor, packing: Packing) -> Partials:
+    """Fold ``T`` shards' packed partials, ``[T, k, N]``; the maximum is NaN if the shards don't make up the whole."""
+    fields = iter(gathered.unbind(dim=1))
+    chain = next(fields).sum(dim=0)
+    parts = Partials(next(fields), next(fields), next(fields))
+    mass = None
+    if packing.smoothing:
+        parts = replace(parts, smoothing=next(fields))
+        mass = next(fields)
+    if packing.stats:
+        parts = replace(parts, entropy=next(fields), argmax=next(fields).contiguous().view(torch.int32).long())
+    whole = fold(parts, mass)
+    return replace(whole, max=torch.where(chain == packing.whole, whole.max, float("nan")))
 
 
 def _lowest_argmax(maxima: Tensor, argmax: Tensor, top: Tensor) -> Tensor:

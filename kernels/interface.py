@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from .fold import Packing
     from .sampling import AnchorRows, RowIds
     from .tokens import Losses, TokenRule
 
@@ -335,6 +336,10 @@ class LocalImplementation(Protocol):
 
     def local_labels(self, rule: TokenRule, target: Tensor) -> tuple[Tensor, Tensor]:
         """This rank's rows of the labels, int64 ``[N]``, -1 for those of another; and which tokens aren't ignored."""
+        ...
+
+    def join(self, gathered: Tensor, packing: Packing) -> Partials:
+        """See ``fold.join``."""
         ...
 
     def losses(self, rule: TokenRule, whole: Partials, target: Tensor, class_weight: Tensor | None) -> Losses:

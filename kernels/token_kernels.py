@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .fold import Packing, unset_partials
 from .interface import LogitGradient, Partials
 from .tiles import cdiv
 from .tokens import Losses, TokenRule, smoothing_total
@@ -40,6 +41,65 @@ def _labels_kernel(target, local, active, num_tokens, vocab_size, start, stop, i
     m_mine = m_active & (b_target >= start) & (b_target < stop)
     tl.store(local + o, tl.where(m_mine, b_target - start, -1), mask=m)
     tl.store(active + o, m_active, mask=m)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "whole"])
+def _join_kernel(  # type: ignore[no-untyped-def]
+    gathered,
+    max_out,
+    sum_out,
+    target_out,
+    smoothing_out,
+    entropy_out,
+    argmax_out,
+    num_tokens,
+    whole,
+    RANKS: tl.constexpr,
+    FIELDS: tl.constexpr,
+    HAS_SMOOTHING: tl.constexpr,
+    STATS: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """Two passes over the ranks: the maximum, then what is relative to it."""
+    o = (tl.program_id(0) * SIZE + tl.arange(0, SIZE)).to(tl.int64)
+    m = o < num_tokens
+    b_top = tl.full((SIZE,), float("-inf"), dtype=tl.float32)
+    for rank in range(RANKS):
+        b_top = tl.maximum(b_top, tl.load(gathered + (rank * FIELDS + 1) * num_tokens + o, mask=m, other=0.0))
+    b_chain = tl.zeros((SIZE,), dtype=tl.float32)
+    b_sum = tl.zeros((SIZE,), dtype=tl.float32)
+    b_target = tl.zeros((SIZE,), dtype=tl.float32)
+    b_smoothing = tl.zeros((SIZE,), dtype=tl.float32)
+    b_entropy = tl.zeros((SIZE,), dtype=tl.float32)
+    b_argmax = tl.full((SIZE,), 2147483647, dtype=tl.int32)
+    for rank in range(RANKS):
+        p = gathered + rank * FIELDS * num_tokens + o
+        b_chain += tl.load(p, mask=m, other=0.0)
+        b_max = tl.load(p + num_tokens, mask=m, other=0.0)
+        b_part = tl.load(p + 2 * num_tokens, mask=m, other=0.0)
+        b_target += tl.load(p + 3 * num_tokens, mask=m, other=0.0)
+        m_empty = b_max == float("-inf")
+        b_gap = b_max - b_top
+        b_factor = tl.where(m_empty, 0.0, tl.exp(b_gap))
+        b_sum += b_part * b_factor
+        if HAS_SMOOTHING:
+            b_mass = tl.load(p + 5 * num_tokens, mask=m, other=0.0)
+            b_shifted = tl.load(p + 4 * num_tokens, mask=m, other=0.0) + b_gap * b_mass
+            b_smoothing += tl.where(b_mass == 0.0, 0.0, b_shifted)
+        if STATS:
+            p_entropy = p + (4 + 2 * HAS_SMOOTHING) * num_tokens
+            b_shifted = tl.load(p_entropy, mask=m, other=0.0) + b_part * tl.where(m_empty, 0.0, b_gap)
+            b_entropy += b_factor * b_shifted
+            b_id = tl.load(p_entropy + num_tokens, mask=m, other=0.0).to(tl.int32, bitcast=True)
+            b_argmax = tl.minimum(b_argmax, tl.where((b_max == b_top) & (b_id >= 0), b_id, 2147483647))
+    tl.store(max_out + o, tl.where(b_chain == whole, b_top, float("nan")), mask=m)
+    tl.store(sum_out + o, b_sum, mask=m)
+    tl.store(target_out + o, b_target, mask=m)
+    if HAS_SMOOTHING:
+        tl.store(smoothing_out + o, b_smoothing, mask=m)
+    if STATS:
+        tl.store(entropy_out + o, b_entropy, mask=m)
+        tl.store(argmax_out + o, tl.where(b_argmax == 2147483647, -1, b_argmax).to(tl.int64), mask=m)
 
 
 @triton.jit(do_not_specialize=_IDS)
@@ -201,6 +261,19 @@ def local_labels(rule: TokenRule, target: Tensor) -> tuple[Tensor, Tensor]:
     if target.shape[0] > 0:
         _labels_kernel[_grid(target.shape[0])](target, local, active, *_ids(rule, target), SIZE=SIZE, num_warps=4)
     return local, active
+
+
+def join(gathered: Tensor, packing: Packing) -> Partials:
+    """``fold.join``; ``gathered`` is contiguous."""
+    ranks, fields, num_tokens = gathered.shape
+    made = unset_partials(num_tokens, gathered.device, smoothing=packing.smoothing, stats=packing.stats)
+    if num_tokens > 0:
+        _join_kernel[_grid(num_tokens)](
+            gathered, made.max, made.sum_exp, made.target_logit, made.smoothing, made.entropy, made.argmax,
+            num_tokens, packing.whole, RANKS=ranks, FIELDS=fields,
+            HAS_SMOOTHING=packing.smoothing, STATS=packing.stats, **_OPTIONS,
+        )  # fmt: skip
+    return made
 
 
 def losses(rule: TokenRule, whole: Partials, target: Tensor, class_weight: Tensor | None) -> Losses:

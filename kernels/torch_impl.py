@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import filtered_reference, reference, sampled_reference, sampling, tokens
+from . import filtered_reference, fold, reference, sampled_reference, sampling, tokens
+from .fold import Packing
 from .interface import (
     FilterPlan,
     GradientRequest,
@@ -50,6 +51,9 @@ class TorchImplementation:
     def local_labels(self, rule: TokenRule, target: Tensor) -> tuple[Tensor, Tensor]:
         labels = tokens.read_labels(rule, target, None)
         return labels.local, labels.active
+
+    def join(self, gathered: Tensor, packing: Packing) -> Partials:
+        return fold.join(gathered, packing)
 
     def losses(self, rule: TokenRule, whole: Partials, target: Tensor, class_weight: Tensor | None) -> Losses:
         return tokens.losses(rule, whole, target, class_weight)

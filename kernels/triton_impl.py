@@ -7,6 +7,7 @@ from torch import Tensor
 
 from . import anchor, exact, filtered, forward, sampled, sampling, select_entries, token_kernels
 from .contexts import on_device, without_autocast
+from .fold import Packing
 from .interface import (
     FilterPlan,
     GradientRequest,
@@ -102,6 +103,11 @@ class TritonImplementation:
     def local_labels(self, rule: TokenRule, target: Tensor) -> tuple[Tensor, Tensor]:
         with on_device(target):
             return token_kernels.local_labels(rule, target)
+
+    @torch.no_grad()
+    def join(self, gathered: Tensor, packing: Packing) -> Partials:
+        with on_device(gathered):
+            return token_kernels.join(gathered, packing)
 
     @torch.no_grad()
     def losses(self, rule: TokenRule, whole: Partials, target: Tensor, class_weight: Tensor | None) -> Losses:

@@ -25,7 +25,7 @@ from local_problem import (
     relative_error,
     run_gradients,
 )
-from token_problem import RULES, compare_token_kernels
+from token_problem import RULES, compare_join, compare_token_kernels
 from torch import Tensor
 
 from cce_tp.kernels.interface import GradientRequest, LocalProblem, LogitGradient, WeightGradBuffer
@@ -386,6 +386,13 @@ def test_offsets_beyond_31_bits() -> None:
 def test_token_kernels(rule: dict[str, Any]) -> None:
     for num_tokens in (0, 1, 5000):
         compare_token_kernels(num_tokens, "cuda", **rule)
+
+
+@pytest.mark.parametrize("ranks", [2, 5])
+@pytest.mark.parametrize(("smoothing", "stats"), [(False, False), (True, False), (True, True)])
+def test_join(ranks: int, smoothing: bool, stats: bool) -> None:
+    for num_tokens in (0, 1, 5000):
+        compare_join(ranks, num_tokens, "cuda", smoothing=smoothing, stats=stats)
 
 
 @pytest.mark.multigpu

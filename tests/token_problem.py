@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cce_tp.kernels import token_kernels, tokens
+from cce_tp.kernels import fold, token_kernels, tokens
 from cce_tp.kernels.interface import Partials
 from cce_tp.kernels.tokens import TokenRule
 
@@ -62,3 +62,39 @@ def compare_token_kernels(num_tokens: int, device: str, **options: Any) -> None:
             got = getattr(ours_grad, name)
             assert (got is None) == (right is None)
             assert right is None or (got.dtype == right.dtype and same(got, right)), name
+
+
+def compare_join(ranks: int, num_tokens: int, device: str, *, smoothing: bool, stats: bool) -> None:
+    """Some shards empty, some masked throughout, equal maxima, NaN, and tokens whose shards don't make up the whole."""
+    gen = torch.Generator().manual_seed(ranks + num_tokens)
+    packing = fold.Packing(smoothing, stats, whole=7 * ranks)
+    packed = []
+    for rank in range(ranks):
+        top = torch.randint(-3, 3, (num_tokens,), generator=gen).float()
+        total, argmax = torch.rand(num_tokens, generator=gen) + 1, torch.randint(2**30, (num_tokens,), generator=gen)
+        empty = (torch.rand(num_tokens, generator=gen) < 0.3) | (torch.arange(num_tokens) == 3)
+        top, total, argmax = (
+            top.masked_fill(empty, -float("inf")),
+            total.masked_fill(empty, 0),
+            argmax.masked_fill(empty, -1),
+        )
+        total[5::50] = float("nan")
+        extra = torch.randn(2, num_tokens, generator=gen)
+        partials = fold.Partials(
+            top,
+            total,
+            extra[0],
+            extra[1] if smoothing else None,
+            extra[1] if stats else None,
+            argmax if stats else None,
+        )
+        mass = torch.tensor(float(rank)) if smoothing else None
+        packed.append(packing.pack(partials, 7, mass))
+    gathered = torch.stack(packed).to(device)
+    gathered[0, 0, 2::9] += 1
+    ours, twin = token_kernels.join(gathered, packing), fold.join(gathered, packing)
+    for name, right in vars(twin).items():
+        got = getattr(ours, name)
+        assert (got is None) == (right is None), name
+        assert right is None or (got.dtype == right.dtype and same(got, right)), name
+    assert bool(twin.max[2::9].isnan().all())

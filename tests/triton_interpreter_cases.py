@@ -20,7 +20,7 @@ from local_problem import (
     relative_error,
     run_gradients,
 )
-from token_problem import RULES, compare_token_kernels
+from token_problem import RULES, compare_join, compare_token_kernels
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("TRITON_INTERPRET=1 is not set", allow_module_level=True)
@@ -256,3 +256,10 @@ def test_only_float32_here() -> None:
 def test_token_kernels(rule: dict[str, Any]) -> None:
     for num_tokens in (0, 1, 300):
         compare_token_kernels(num_tokens, "cpu", **rule)
+
+
+@pytest.mark.parametrize("ranks", [2, 5])
+@pytest.mark.parametrize(("smoothing", "stats"), [(False, False), (True, False), (True, True)])
+def test_join(ranks: int, smoothing: bool, stats: bool) -> None:
+    for num_tokens in (0, 70):
+        compare_join(ranks, num_tokens, "cpu", smoothing=smoothing, stats=stats)
