@@ -62,7 +62,7 @@ COLUMN_BLOCK, COLUMN_ROWS, COLUMN_MANY, COLUMN_AT_ONCE = 512, 8, 8, 2
 there are many, and at the end."""
 SMALLEST_PROBABILITY = tl.constexpr(2.0**-23)
 SLOTS_AT_ONCE = 256
-ORDER_SLOTS, ORDER_AT_ONCE = 128, 32
+ORDER_SLOTS, ORDER_AT_ONCE = 128, 8
 SUM_ROWS, SUM_COLS, MOST_SPLITS = 32, 128, 64
 
 
@@ -428,7 +428,7 @@ def _order_kernel(  # type: ignore[no-untyped-def]
 ):
     """Within its column, a slot's place is the number of smaller slots there.
 
-    A program takes neighbouring places, so columns that they share are read once for all of them.
+    A program takes neighbouring places, whose columns are neighbours, or the same.
     """
     first = tl.program_id(0).to(tl.int64) * SIZE
     total = tl.load(starts + num_rows)
@@ -445,12 +445,11 @@ def _order_kernel(  # type: ignore[no-untyped-def]
         b_begin = tl.load(starts + b_row, mask=m, other=0)
         b_end = tl.load(starts + 1 + b_row, mask=m, other=0)
         b_rank = tl.zeros((SIZE,), dtype=tl.int32)
-        last = tl.max(b_end, 0)
-        for i in range(tl.min(tl.where(m, b_begin, total), 0), last, AT_ONCE):
-            o_i = i + tl.arange(0, AT_ONCE)
-            b_other = tl.load(placed + o_i, mask=o_i < last, other=0)
-            m_same = (o_i[None, :] >= b_begin[:, None]) & (o_i[None, :] < b_end[:, None])
-            b_rank += tl.sum((m_same & (b_other[None, :] < b_slot[:, None])).to(tl.int32), 1)
+        for i in range(0, tl.max(b_end - b_begin, 0), AT_ONCE):
+            o_i = b_begin[:, None] + (i + tl.arange(0, AT_ONCE))[None, :]
+            m_i = o_i < b_end[:, None]
+            b_other = tl.load(placed + o_i, mask=m_i, other=0)
+            b_rank += tl.sum((m_i & (b_other < b_slot[:, None])).to(tl.int32), 1)
         tl.store(ordered + b_begin + b_rank, b_slot, mask=m)
 
 
