@@ -37,6 +37,7 @@ from torch import Tensor, nn
 
 import cce_tp
 import cce_tp.megatron
+from cce_tp.launch.measure import CpuMeter, GpuMeter, Meter
 from cce_tp.launch.runtime import Runtime, choose_device, discover, finalize, initialize
 
 LOSSES = ("cce", "megatron", "megatron-unfused")
@@ -353,25 +354,31 @@ class Trainer:
         return {"loss_seconds": self._largest(seconds), "loss_memory_bytes": int(self._largest(above))}
 
     def _time_loss(self, hidden: Tensor, repeats: int) -> tuple[float, int]:
+        from megatron.core import parallel_state
+
         model = unwrap(self.model)
         labels = next(self._batches(0))["tokens"][:, 1:].to(self.device)
-        times, above = [], 0
-        for index in range(repeats + 3):
+
+        def loss_layer() -> None:
             hidden.grad = None
-            before = torch.cuda.memory_allocated() if self.device.type == "cuda" else 0
-            if self.device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats()
-                torch.cuda.synchronize()
-            start = time.perf_counter()
             logits, _ = model.output_layer(hidden, weight=None)
             model.compute_language_model_loss(labels, logits).mean().backward()
-            del logits
-            if self.device.type == "cuda":
-                torch.cuda.synchronize()
-                above = max(above, torch.cuda.max_memory_allocated() - before)
-            if index >= 3:
-                times.append(time.perf_counter() - start)
-        return statistics.median(times), above
+
+        group = parallel_state.get_tensor_model_parallel_group()
+        meter = self._meter()
+        above = [meter.peak(loss_layer) or 0 for _ in range(3)]
+        times = []
+        for _ in range(repeats):
+            dist.barrier(group)  # or one rank's wait for another would count
+            times.append(meter.milliseconds(loss_layer))
+        return statistics.median(times) / 1e3, max(above)
+
+    def _meter(self) -> Meter:
+        """On a GPU, the device's own clock, behind matrix products: as behind a model's layers, the host is ahead."""
+        if self.device.type != "cuda":
+            return CpuMeter()
+        matrix = torch.randn(4096, 4096, device=self.device, dtype=torch.bfloat16)
+        return GpuMeter(lambda: matrix @ matrix)
 
     def _batches(self, first: int) -> Iterator[dict[str, Tensor]]:
         """This replica's micro-batches of the global batch that begins at window ``first``."""
