@@ -31,7 +31,16 @@ import triton.language as tl
 from torch import Tensor
 
 from .interface import GradientRequest, InputGradReady, LocalProblem, LogitGradient
-from .logits import LOG2E, LogitOperands, finish_logits, grouped_tile, row_products
+from .logits import (
+    LOG2E,
+    LogitOperands,
+    chain_to_products,
+    finish_logits,
+    grouped_tile,
+    row_products,
+    softmax_tile,
+    subtract_targets,
+)
 from .matmul import product
 from .tiles import FEWEST_ROWS, TensorDescriptor, cdiv, extreme_tile
 from .workspace import ALLOCATION, FP32_BYTES, allocated, workspace_too_small
@@ -116,19 +125,13 @@ def _logit_grad_kernel(  # type: ignore[no-untyped-def]
     )  # fmt: skip
     b_z = finish_logits(b_z, b_bias, scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP)
 
-    b_g = b_prob[:, None] * tl.exp2(tl.fma(b_z - b_max[:, None], LOG2E, -b_log2_sum[:, None]))
+    b_g = b_prob[:, None] * softmax_tile(b_z, b_max, b_log2_sum)
     if HAS_SMOOTHING:
         b_smoothing = tl.load(smoothing + o_n, mask=m_n, other=0.0)
         b_c = tl.load(smoothing_weight + o_row, mask=m_v, other=0.0)
         b_g -= b_smoothing[:, None] * b_c[None, :]
-    if tl.max(m_hit.to(tl.int32), 0) > 0:  # few tiles hold a target of their tokens
-        m_target = b_col[:, None] == tl.arange(0, COLS)[None, :]
-        b_g = tl.where(m_target, b_g - b_target_factor[:, None], b_g)
-    if HAS_SOFTCAP:
-        b_ratio = b_z / softcap
-        b_g *= 1.0 - b_ratio * b_ratio
-    if HAS_SCALE:
-        b_g *= scale
+    b_g = subtract_targets(b_g, b_col, b_target_factor)
+    b_g = chain_to_products(b_g, b_z, scale, softcap, HAS_SCALE, HAS_SOFTCAP)
     if tl.min(b_active, 0) == 0:
         b_g = tl.where((b_active != 0)[:, None], b_g, 0.0)
 

@@ -43,7 +43,16 @@ from .interface import (
     Peaks,
     TileMap,
 )
-from .logits import LOG2E, LogitOperands, finish_logits, grouped_tile, row_products
+from .logits import (
+    LOG2E,
+    LogitOperands,
+    chain_to_products,
+    finish_logits,
+    grouped_tile,
+    row_products,
+    softmax_tile,
+    subtract_targets,
+)
 from .sampled import weighted_sum
 from .tiles import (
     INTERPRETED,
@@ -183,7 +192,7 @@ def _block_kernel(  # type: ignore[no-untyped-def]
     )  # fmt: skip
     b_z = finish_logits(b_z, b_bias, scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP)
 
-    b_p = tl.exp2(tl.fma(b_z - b_max[:, None], LOG2E, -b_log2_sum[:, None]))
+    b_p = softmax_tile(b_z, b_max, b_log2_sum)
     if v0 + COLS > num_rows:
         b_p = tl.where(m_v[None, :], b_p, 0.0)
     TILE_COLS: tl.constexpr = COLS // SPLIT
@@ -194,14 +203,8 @@ def _block_kernel(  # type: ignore[no-untyped-def]
     tl.store(flags + slot * SPLIT + o_tile, b_live)
 
     b_g = b_prob[:, None] * b_p
-    if tl.max(m_hit.to(tl.int32), 0) > 0:  # few blocks hold a target of their tokens
-        m_target = b_col[:, None] == tl.arange(0, COLS)[None, :]
-        b_g = tl.where(m_target, b_g - b_target_factor[:, None], b_g)
-    if HAS_SOFTCAP:
-        b_ratio = b_z / softcap
-        b_g *= 1.0 - b_ratio * b_ratio
-    if HAS_SCALE:
-        b_g *= scale
+    b_g = subtract_targets(b_g, b_col, b_target_factor)
+    b_g = chain_to_products(b_g, b_z, scale, softcap, HAS_SCALE, HAS_SOFTCAP)
     if tl.min(b_active, 0) == 0:
         b_g = tl.where((b_active != 0)[:, None], b_g, 0.0)
 

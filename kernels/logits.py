@@ -111,6 +111,32 @@ def finish_logits(  # type: ignore[no-untyped-def]
     return b_acc
 
 
+@triton.jit
+def softmax_tile(b_z, b_max, b_log2_sum):  # type: ignore[no-untyped-def]
+    """p from z, M and the binary logarithm of S."""
+    return tl.exp2(tl.fma(b_z - b_max[:, None], LOG2E, -b_log2_sum[:, None]))
+
+
+@triton.jit
+def subtract_targets(b_g, b_col, b_factor):  # type: ignore[no-untyped-def]
+    """The targets' factors at their columns of a tile, -1 for those elsewhere: few tiles hold a target of theirs."""
+    if tl.max(b_col, 0) >= 0:
+        m_target = b_col[:, None] == tl.arange(0, b_g.shape[1])[None, :]
+        b_g = tl.where(m_target, b_g - b_factor[:, None], b_g)
+    return b_g
+
+
+@triton.jit
+def chain_to_products(b_g, b_z, scale, softcap, HAS_SCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """From the gradient in z to that in ``E C^T + b``: what ``finish_logits`` did, backwards."""
+    if HAS_SOFTCAP:
+        b_ratio = b_z / softcap
+        b_g *= 1.0 - b_ratio * b_ratio
+    if HAS_SCALE:
+        b_g *= scale
+    return b_g
+
+
 @dataclass(frozen=True)
 class LogitOperands:
     """What every kernel that computes z is launched with, prepared once a call."""

@@ -46,7 +46,17 @@ from .interface import (
     TokenPiece,
     WeightGradBuffer,
 )
-from .logits import LOG2E, LogitOperands, finish_logits, grouped_tile, row_products, tanh
+from .logits import (
+    LOG2E,
+    LogitOperands,
+    chain_to_products,
+    finish_logits,
+    grouped_tile,
+    row_products,
+    softmax_tile,
+    subtract_targets,
+    tanh,
+)
 from .matmul import product
 from .select_entries import WORD_BITS, Selection
 from .tiles import INTERPRETED, Tile, cdiv, extreme_tile, next_power_of_2
@@ -124,11 +134,7 @@ def _entry_gradient(  # type: ignore[no-untyped-def]
     b_pi = tl.maximum((1.0 + tl.minimum(b_odds, 1.0)) - 1.0, SMALLEST_PROBABILITY)
     b_g = prob * b_p * tl.where(m_target, 1.0, factor / b_pi)
     b_g = tl.where(m_target, b_g - target_factor, b_g)
-    if HAS_SOFTCAP:
-        b_ratio = b_z / softcap
-        b_g *= 1.0 - b_ratio * b_ratio
-    if HAS_SCALE:
-        b_g *= scale
+    b_g = chain_to_products(b_g, b_z, scale, softcap, HAS_SCALE, HAS_SOFTCAP)
     return tl.where(m_entry, b_g, 0.0)
 
 
@@ -677,17 +683,12 @@ def _hot_logit_grad_kernel(  # type: ignore[no-untyped-def]
 
     b_max = tl.load(row_max + o_n, mask=m_n, other=0.0)
     b_log2_sum = tl.load(log_sum + o_n, mask=m_n, other=0.0) * LOG2E
-    b_g = tl.exp2(tl.fma(b_z - b_max[:, None], LOG2E, -b_log2_sum[:, None]))
-    b_g *= tl.load(prob + o_n, mask=m_n, other=0.0)[:, None]
+    b_g = tl.load(prob + o_n, mask=m_n, other=0.0)[:, None] * softmax_tile(b_z, b_max, b_log2_sum)
     b_target = tl.load(target + o_n, mask=m_n, other=-1)
-    b_target = tl.load(hot_place + b_target, mask=b_target >= 0, other=0) - 1
-    b_factor = tl.load(target_factor + o_n, mask=m_n, other=0.0)
-    b_g = tl.where(b_target[:, None] == o_v[None, :], b_g - b_factor[:, None], b_g)
-    if HAS_SOFTCAP:
-        b_ratio = b_z / softcap
-        b_g *= 1.0 - b_ratio * b_ratio
-    if HAS_SCALE:
-        b_g *= scale
+    b_col = tl.load(hot_place + b_target, mask=b_target >= 0, other=0) - 1 - v0
+    b_col = tl.where(b_col < COLS, b_col, -1)
+    b_g = subtract_targets(b_g, b_col, tl.load(target_factor + o_n, mask=m_n, other=0.0))
+    b_g = chain_to_products(b_g, b_z, scale, softcap, HAS_SCALE, HAS_SOFTCAP)
     b_active = tl.load(active + o_n, mask=m_n, other=0).to(tl.int32)
     b_g = tl.where((b_active != 0)[:, None] & (b_row >= 0)[None, :], b_g, 0.0)
     if BIAS_GRAD:
