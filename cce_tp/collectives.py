@@ -324,8 +324,8 @@ class Overlap:
         least_bytes: of a piece; what is smaller goes as a whole.
         anchor_tokens: from so many tokens a rank on, the anchors of the rank's own tokens are computed while the
             others' are gathered; None for never.
-        forward_tokens: the same of the exact mode's forward pass. Its kernels take all of the device for long, and what
-            gathers takes a part of it away from them: that was not worth it where it was measured.
+        forward_tokens: the same of the exact mode's forward pass. Off: its programs share out the whole device in
+            advance, so that those whose place the gather takes hold up all the others for as long as it lasts.
     """
 
     pieces: int = 2
