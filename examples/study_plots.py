@@ -4,12 +4,33 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from study_model import BANDS
 from study_pool import Row, read_table
+from study_summary import (
+    LABELS,
+    column,
+    differences,
+    first_run,
+    groups_of,
+    in_order,
+    later_ms,
+    mean,
+    of_group,
+    part_label,
+    quotients,
+    ratios,
+    seed_spread,
+    summarize_adam,
+    summarize_finetune,
+    summarize_noise,
+    summarize_train,
+    title_of,
+    unique,
+)
 
 COLOURS = {
     "torch": "black",
@@ -18,17 +39,25 @@ COLOURS = {
     "filtered": "tab:red",
     "filtered-input": "tab:pink",
     "sampled-2^-12": "#003c30",
-    "sampled-2^-10": "#35978f",
-    "sampled-2^-8": "#5ab4ac",
-    "sampled-2^-6": "#d8b365",
+    "sampled-2^-10": "#1b9e77",
+    "sampled-2^-8": "#66c2a5",
+    "sampled-2^-6": "#e0b040",
     "sampled-2^-4": "#8c510a",
 }
 
 
 def draw_all(out: Path) -> list[Path]:
     """Draw what there are tables for; the files written. Without matplotlib, the summary only."""
+    of_train = (
+        ("loss", draw_loss),
+        ("final", draw_final),
+        ("bands", draw_bands),
+        ("tail", draw_tail),
+        ("drift", draw_drift),
+        ("cost", draw_cost),
+    )
     tables: dict[str, tuple[Callable[[list[Row]], list[str]], Sequence[tuple[str, Callable[..., None]]]]] = {
-        "train": (summarize_train, (("loss", draw_loss), ("bands", draw_bands), ("tail", draw_tail))),
+        "train": (summarize_train, of_train),
         "noise": (summarize_noise, (("noise", draw_noise),)),
         "adam_tail": (summarize_adam, (("adam_tail", draw_adam),)),
         "finetune": (summarize_finetune, (("finetune", draw_finetune),)),
@@ -45,7 +74,7 @@ def draw_all(out: Path) -> list[Path]:
             draw(plot, rows, path)
             written.append(path)
     if text:
-        (out / "summary.md").write_text("\n".join(text) + "\n")
+        (out / "summary.md").write_text("\n".join(text).lstrip() + "\n")
         written.append(out / "summary.md")
     return written
 
@@ -62,186 +91,204 @@ def _pyplot() -> Any:
     return pyplot
 
 
-def unique(values: Iterable[Any]) -> list[Any]:
-    """In the order of their first occurrence."""
-    return list(dict.fromkeys(values))
+def _finish(plot: Any, figure: Any, path: Path, columns: int = 5) -> None:
+    """One legend below all panels, with each label once; then the file."""
+    known: dict[str, Any] = {}
+    for axes in figure.axes:
+        axes.grid(alpha=0.3)
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            known.setdefault(label, handle)
+    figure.legend(known.values(), known.keys(), loc="outside lower center", ncols=columns, fontsize=9)
+    figure.savefig(path, dpi=80)
+    plot.close(figure)
 
 
-def in_order(modes: Iterable[str]) -> list[str]:
-    """Modes as they are listed everywhere."""
-    present = set(modes)
-    return [mode for mode in COLOURS if mode in present]
+def main_groups(rows: Sequence[Row]) -> list[list[Row]]:
+    """Rows of the groups that compare many modes, by rising tokens a step; the others have too few for a panel."""
+    modes = {group: len(unique(row["mode"] for row in of_group(rows, group))) for group in groups_of(rows)}
+    chosen = [group for group, count in modes.items() if 2 * count > max(modes.values())]
+    return [of_group(rows, group) for group in sorted(chosen, key=lambda group: group[1])]
 
 
-def mean(values: Sequence[float]) -> float:
-    known = [value for value in values if not math.isnan(value)]
-    return sum(known) / len(known) if known else math.nan
-
-
-def spread(values: Sequence[float]) -> float:
-    """Standard deviation, of one value NaN."""
-    if len(values) < 2:
-        return math.nan
-    centre = mean(values)
-    return math.sqrt(sum((value - centre) ** 2 for value in values) / (len(values) - 1))
-
-
-def groups_of(rows: Sequence[Row]) -> list[tuple[str, float]]:
-    """(size, tokens a step), the most populous first."""
-    keys = [(row["size"], row["batch_tokens"]) for row in rows]
-    return sorted(unique(keys), key=lambda key: -keys.count(key))
-
-
-def _of_group(rows: Sequence[Row], group: tuple[str, float]) -> list[Row]:
-    return [row for row in rows if (row["size"], row["batch_tokens"]) == group]
-
-
-def column(rows: Sequence[Row], name: str) -> list[float]:
-    """One value a row."""
-    return [row[name] for row in rows]
-
-
-def ratios(rows: Sequence[Row], over: str, under: str) -> list[float]:
-    """Of two columns; NaN where the second is not positive."""
-    return [_ratio(row[over], row[under]) for row in rows]
-
-
-def _ratio(a: float, b: float) -> float:
-    return a / b if b > 0 else math.nan
-
-
-def _title(rows: Sequence[Row]) -> str:
-    first = rows[0]
-    return f"{first['parameters'] / 1e6:.0f} M parameters, {first['batch_tokens']:,.0f} tokens a step"
-
-
-def differences(rows: Sequence[Row], mode: str, column: str) -> dict[float, list[float]]:
-    """By step: ``column`` less the exact run of the same seed, for each seed."""
-    exact = {(row["seed"], row["step"]): row[column] for row in rows if row["mode"] == "exact"}
-    found: dict[float, list[float]] = {}
-    for row in rows:
-        if row["mode"] == mode and (row["seed"], row["step"]) in exact:
-            found.setdefault(row["step"], []).append(row[column] - exact[row["seed"], row["step"]])
-    return found
-
-
-def seed_spread(rows: Sequence[Row], column: str) -> dict[float, float]:
-    """By step: the standard deviation over the exact runs' seeds."""
-    steps = unique(row["step"] for row in rows)
-    exact = [row for row in rows if row["mode"] == "exact"]
-    return {step: spread([row[column] for row in exact if row["step"] == step]) for step in steps}
+def _panels(plot: Any, lines: int, columns: int, height: float = 4.2) -> tuple[Any, Any]:
+    return plot.subplots(lines, columns, figsize=(13, height * lines + 0.8), squeeze=False, layout="constrained")
 
 
 def draw_loss(plot: Any, rows: list[Row], path: Path) -> None:
-    """Validation loss against that of exact with the same seed, a panel for each group; entries and step times."""
-    groups = groups_of(rows)
-    figure, panels = plot.subplots(len(groups), 2, figsize=(13, 3.6 * len(groups)), squeeze=False, layout="constrained")
-    for (axes, sparse), group in zip(panels, groups, strict=True):
-        members = _of_group(rows, group)
+    """Validation loss, and its difference from exact of the same seed, a line for each main group."""
+    groups = main_groups(rows)
+    figure, panels = _panels(plot, len(groups), 2)
+    for (losses, apart), members in zip(panels, groups, strict=True):
         deviation = {step: value for step, value in seed_spread(members, "val_loss").items() if not math.isnan(value)}
         if deviation:
             low, high = [-value for value in deviation.values()], list(deviation.values())
-            axes.fill_between(
-                list(deviation), low, high, color="tab:blue", alpha=0.15, label="exact: ± 1 s.d. of seeds"
+            apart.fill_between(
+                list(deviation), low, high, color="tab:blue", alpha=0.12, label="exact: ± 1 s.d. of its seeds"
             )
         for mode in in_order(row["mode"] for row in members):
+            look = {"color": COLOURS[mode], "label": LABELS[mode], "marker": "."}
+            first = first_run(members, mode)
+            losses.plot(column(first, "step"), column(first, "val_loss"), **look)
             by_step = differences(members, mode, "val_loss")
-            axes.plot(list(by_step), [mean(v) for v in by_step.values()], color=COLOURS[mode], label=mode, marker=".")
-            kept = [row for row in members if row["mode"] == mode and row["seed"] == 0 and row["step"] > 0]
-            label = f"{mode}: {kept[-1]['step_ms']:.1f} ms a step"
-            entries = column(kept, "entries_per_token")
-            sparse.plot(column(kept, "step"), entries, color=COLOURS[mode], marker=".", label=label)
-        axes.set(title=_title(members), xlabel="step", ylabel="validation loss − exact's (nats)")
-        axes.set_yscale("symlog", linthresh=0.02)
-        sparse.set(title="entries of the gradient a token", xlabel="step", yscale="log")
-        for one in (axes, sparse):
-            one.grid(alpha=0.3)
-            one.legend(fontsize=7)
-    _save(plot, figure, path)
+            apart.plot(list(by_step), [mean(values) for values in by_step.values()], **look)
+        losses.set(title=f"{title_of(members)}, seed 0", xlabel="step", ylabel="validation loss (nats)")
+        apart.set(title="less exact's, same seed; mean of seeds", xlabel="step", ylabel="difference (nats)")
+    _finish(plot, figure, path)
+
+
+def draw_final(plot: Any, rows: list[Row], path: Path) -> None:
+    """The end of every run, for all groups: less exact of the same seed, and exact's seeds less their mean."""
+    groups = sorted(groups_of(rows), key=lambda group: (of_group(rows, group)[0]["parameters"], group[1]))
+    modes = in_order(row["mode"] for row in rows)
+    figure, ((axes,),) = _panels(plot, 1, 1, 5.0)
+    ticks = []
+    for place, group in enumerate(groups):
+        members = of_group(rows, group)
+        last = max(row["step"] for row in members)
+        first = members[0]
+        ticks.append(f"{first['parameters'] / 1e6:.0f} M\n{first['batch_tokens']:,.0f} tokens a step\n{last:.0f} steps")
+        for index, mode in enumerate(modes):
+            values = differences(members, mode, "val_loss").get(last, [])
+            label = LABELS[mode]
+            if mode == "exact":
+                ends = [row["val_loss"] for row in members if row["mode"] == mode and row["step"] == last]
+                values, label = [value - mean(ends) for value in ends], "exact's seeds − their mean"
+            x = place + 0.8 * (index + 0.5) / len(modes) - 0.4
+            axes.plot([x] * len(values), values, "o", color=COLOURS[mode], label=label)
+    for place in range(1, len(groups)):
+        axes.axvline(place - 0.5, color="black", linewidth=0.5)
+    axes.axhline(0, color="tab:blue", linewidth=0.7)
+    axes.set_xticks(range(len(groups)), ticks)
+    axes.set(title="final validation loss − exact's of the same seed", ylabel="difference (nats)")
+    _finish(plot, figure, path)
 
 
 def draw_bands(plot: Any, rows: list[Row], path: Path) -> None:
     """Final validation loss by the target's frequency, against exact."""
-    groups = groups_of(rows)
-    figure, panels = plot.subplots(len(groups), 1, figsize=(11, 3.4 * len(groups)), squeeze=False, layout="constrained")
-    for (axes,), group in zip(panels, groups, strict=True):
-        members = _of_group(rows, group)
-        modes = [mode for mode in in_order(row["mode"] for row in members) if mode != "exact"]
+    groups = main_groups(rows)
+    figure, panels = _panels(plot, len(groups), 1)
+    modes = [mode for mode in in_order(row["mode"] for row in rows) if mode != "exact"]
+    width = 0.84 / max(1, len(modes))
+    for (axes,), members in zip(panels, groups, strict=True):
         last = max(row["step"] for row in members)
-        width = 0.8 / max(1, len(modes))
         for place, mode in enumerate(modes):
             values = [mean(differences(members, mode, f"val_loss {band}").get(last, [])) for band in BANDS]
-            axes.bar([x + place * width for x in range(len(BANDS))], values, width, color=COLOURS[mode], label=mode)
+            where = [x + (place + 0.5) * width - 0.42 for x in range(len(BANDS))]
+            axes.bar(where, values, width, color=COLOURS[mode], label=LABELS[mode])
         for x, band in enumerate(BANDS):
             deviation = seed_spread(members, f"val_loss {band}")[last]
             if not math.isnan(deviation):
-                where = [x - width / 2, x + 0.8 - width / 2]
-                axes.fill_between(where, -deviation, deviation, color="tab:blue", alpha=0.15)
-        axes.set_xticks([x + 0.4 for x in range(len(BANDS))], BANDS)
+                label = "exact: ± 1 s.d. of its seeds"
+                axes.fill_between([x - 0.46, x + 0.46], -deviation, deviation, color="tab:blue", alpha=0.2, label=label)
+        axes.set_xticks(range(len(BANDS)), BANDS)
         axes.set(
-            title=_title(members), ylabel="validation loss − exact's (nats)", xlabel="times the target was trained"
+            title=f"{title_of(members)}, {last:.0f} steps",
+            ylabel="validation loss − exact's (nats)",
+            xlabel="times that the id was a target in training",
         )
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=7, ncols=2)
-    _save(plot, figure, path)
+    _finish(plot, figure, path)
 
 
 def draw_tail(plot: Any, rows: list[Row], path: Path) -> None:
     """Norms of the classifier's rare rows over the steps."""
-    groups, bands = groups_of(rows), ("never", "1-9")
-    figure, panels = plot.subplots(
-        len(groups), len(bands), figsize=(13, 3.4 * len(groups)), squeeze=False, layout="constrained"
-    )
-    for line, group in zip(panels, groups, strict=True):
-        members = _of_group(rows, group)
+    groups, bands = main_groups(rows), ("never", "1-9")
+    figure, panels = _panels(plot, len(groups), len(bands))
+    for line, members in zip(panels, groups, strict=True):
         for axes, band in zip(line, bands, strict=True):
             for mode in in_order(row["mode"] for row in members):
                 chosen = [row for row in members if row["mode"] == mode and row["seed"] == 0]
                 norms = column(chosen, f"norm {band}")
-                axes.plot(column(chosen, "step"), norms, color=COLOURS[mode], label=mode, marker=".")
-            axes.set(title=f"{_title(members)}; target {band}", xlabel="step", ylabel="mean norm of rows of C")
-            axes.grid(alpha=0.3)
-            axes.legend(fontsize=7)
-    _save(plot, figure, path)
+                axes.plot(column(chosen, "step"), norms, color=COLOURS[mode], label=LABELS[mode], marker=".")
+            times = "never a target" if band == "never" else f"{band} times a target"
+            axes.set(title=f"{title_of(members)}; {times}", xlabel="step", ylabel="mean norm of rows of C")
+    _finish(plot, figure, path)
 
 
-def _eps(mode: str) -> float:
+def draw_drift(plot: Any, rows: list[Row], path: Path) -> None:
+    """How far rare rows have gone, over exact's: all groups, by tokens a step over eps; and what Adam's rule says."""
+    figure, (panels,) = _panels(plot, 1, 2, 4.8)
+    markers = dict(zip(sorted(groups_of(rows), key=lambda group: group[1]), "osD^vPX", strict=False))
+    for axes, band in zip(panels, ("never", "1-9"), strict=True):
+        for group, marker in markers.items():
+            members = of_group(rows, group)
+            last, tokens = max(row["step"] for row in members), members[0]["batch_tokens"]
+            for mode in in_order(row["mode"] for row in members):
+                if mode.startswith("sampled"):
+                    values = quotients(members, mode, f"drift {band}").get(last, [])
+                    axes.plot([tokens / eps_of(mode)] * len(values), values, marker, color=COLOURS[mode])
+            axes.plot([], [], marker, color="gray", label=f"{title_of(members)}, {last:.0f} steps")
+        for mode in in_order(row["mode"] for row in rows if row["mode"].startswith("sampled")):
+            axes.plot([], [], color=COLOURS[mode], linewidth=4, label=LABELS[mode])
+        powers = [power / 4 for power in range(13 * 4, 27 * 4)]
+        for rare, style in (("17", "-"), ("19", "--"), ("20", "-."), ("22.4", ":")):
+            theory = [1 / math.sqrt(1 + 2.0 ** (float(rare) - power)) for power in powers]
+            label = f"Adam's rule, p = $2^{{-{rare}}}$"
+            axes.plot([2.0**power for power in powers], theory, style, color="black", linewidth=1, label=label)
+        axes.set_xscale("log", base=2)
+        times = "never a target" if band == "never" else f"{band} times a target"
+        axes.set(title=f"rows {times}", xlabel="N / eps: tokens a step over eps", ylim=(0, 1.05))
+        axes.set_ylabel("drift / exact's; lines: 1 / √(1 + eps / N p)")
+    _finish(plot, figure, path, columns=3)
+
+
+def draw_cost(plot: Any, rows: list[Row], path: Path) -> None:
+    """Entries of the gradient a token over the steps, and the time of a step."""
+    groups = main_groups(rows)
+    figure, panels = _panels(plot, len(groups), 2)
+    for (entries, times), members in zip(panels, groups, strict=True):
+        modes = in_order(row["mode"] for row in members)
+        ends = {}
+        for mode in modes:
+            run = first_run(members, mode)
+            look = {"color": COLOURS[mode], "label": LABELS[mode]}
+            entries.plot(column(run, "step"), column(run, "entries_per_token"), marker=".", **look)
+            ends[mode] = later_ms(run)
+        times.barh([LABELS[mode] for mode in modes], list(ends.values()), color=[COLOURS[mode] for mode in modes])
+        times.invert_yaxis()
+        times.set(title="milliseconds a step")
+        entries.set(title=title_of(members), xlabel="step", ylabel="entries of the gradient a token", yscale="log")
+    _finish(plot, figure, path)
+
+
+def eps_of(mode: str) -> float:
+    """The number in a sampled mode's name."""
     return 2.0 ** int(mode.split("^")[1])
 
 
 def draw_noise(plot: Any, rows: list[Row], path: Path) -> None:
     """Ratio of the two variances by eps, and by tokens a step."""
     sizes = unique(row["size"] for row in rows)
-    figure, panels = plot.subplots(len(sizes), 3, figsize=(16, 4.2 * len(sizes)), squeeze=False, layout="constrained")
+    figure, panels = _panels(plot, len(sizes), 3)
     for (by_eps, by_tokens, to_signal), size in zip(panels, sizes, strict=True):
         members = [row for row in rows if row["size"] == size and row["batch_variance"] > 0]
         last, most = max(row["step"] for row in members), max(row["batch_tokens"] for row in members)
         at_end = [row for row in members if row["step"] == last]
         for part in unique(row["part"] for row in at_end):
             largest = [row for row in at_end if row["part"] == part and row["batch_tokens"] == most]
-            label = part.replace("classifier", "C").replace("hidden", "E, by token")
-            eps = [_eps(row["mode"]) for row in largest]
-            by_eps.plot(eps, ratios(largest, "sampling_variance", "batch_variance"), marker=".", label=label)
+            look = {"marker": ".", "label": part_label(part)}
+            eps = [eps_of(row["mode"]) for row in largest]
+            by_eps.plot(eps, ratios(largest, "sampling_variance", "batch_variance"), **look)
             fixed = [row for row in at_end if row["part"] == part and row["mode"] == "sampled-2^-8"]
             tokens = column(fixed, "batch_tokens")
-            by_tokens.plot(tokens, ratios(fixed, "sampling_variance", "batch_variance"), marker=".", label=label)
-            if part != "hidden":
-                to_signal.plot(tokens, ratios(fixed, "sampling_variance", "signal"), marker=".", label=label)
-        by_eps.set(title=f"{size}, step {last:.0f}, {most:,.0f} tokens", xlabel="eps")
-        by_tokens.set(title="eps = 2^-8", xlabel="tokens a step")
-        to_signal.set(title="eps = 2^-8", xlabel="tokens a step", ylabel="sampling variance / |E g|²")
+            by_tokens.plot(tokens, ratios(fixed, "sampling_variance", "batch_variance"), **look)
+            if part == "hidden":
+                to_signal.plot([], [])  # keeps the colours of the other panels
+            else:
+                to_signal.plot(tokens, ratios(fixed, "sampling_variance", "signal"), **look)
+        by_eps.set(title=f"{size} model, step {last:.0f}, {most:,.0f} tokens a step", xlabel="eps")
+        by_tokens.set(title="eps = 2⁻⁸", xlabel="tokens a step")
+        to_signal.set(title="eps = 2⁻⁸", xlabel="tokens a step", ylabel="sampling variance / |mean gradient|²")
         for axes in (by_eps, by_tokens):
             axes.set_ylabel("sampling / mini-batch variance")
-        for axes in (by_eps, by_tokens, to_signal):
-            axes.set(xscale="log", yscale="log")
-            axes.grid(alpha=0.3)
-            axes.legend(fontsize=7)
-    _save(plot, figure, path)
+        for axes, base in ((by_eps, 2), (by_tokens, 10), (to_signal, 10)):
+            axes.set_xscale("log", base=base)
+            axes.set_yscale("log")
+    _finish(plot, figure, path)
 
 
 def draw_adam(plot: Any, rows: list[Row], path: Path) -> None:
     """Drift against exact: by entries a step, where all batches fall together; and by tokens a step."""
-    figure, (collapse, by_tokens) = plot.subplots(1, 2, figsize=(13, 5), layout="constrained")
+    figure, ((collapse, by_tokens),) = _panels(plot, 1, 2, 4.8)
     sampled = [row for row in rows if row["mode"] != "exact"]
     for batch in sorted(unique(row["batch_tokens"] for row in sampled)):
         shown = [row for row in sampled if row["batch_tokens"] == batch and row["rows"].startswith("never")]
@@ -258,118 +305,25 @@ def draw_adam(plot: Any, rows: list[Row], path: Path) -> None:
         for name, style in (("target never", "-"), ("target 1-9", "--")):
             shown = [row for row in sampled if row["mode"] == mode and row["rows"] == name]
             shown.sort(key=lambda row: row["batch_tokens"])
-            factors, label = ratios(shown, "drift", "drift_exact"), f"{mode}, {name}"
+            factors, label = ratios(shown, "drift", "drift_exact"), f"{LABELS[mode]}, {name}"
             by_tokens.plot(column(shown, "batch_tokens"), factors, style, color=COLOURS[mode], marker=".", label=label)
     by_tokens.set(xscale="log", xlabel="tokens a step", ylabel="drift / exact's", ylim=(0, 1.4))
-    for axes in (collapse, by_tokens):
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=7)
-    _save(plot, figure, path)
+    _finish(plot, figure, path)
 
 
 def draw_finetune(plot: Any, rows: list[Row], path: Path) -> None:
-    """Held-out loss over the steps, and at its end against exact of the same seed."""
-    figure, (curves, last) = plot.subplots(1, 2, figsize=(13, 4.5), layout="constrained")
-    modes = in_order(row["mode"] for row in rows)
-    end = max(row["step"] for row in rows)
-    for place, mode in enumerate(modes):
+    """Held-out loss over the steps, and less exact's of the same seed: the mean of the seeds and their range."""
+    figure, ((curves, apart),) = _panels(plot, 1, 2, 4.5)
+    for mode in in_order(row["mode"] for row in rows):
+        look = {"color": COLOURS[mode], "label": LABELS[mode]}
         chosen = [row for row in rows if row["mode"] == mode]
         steps = unique(row["step"] for row in chosen)
         means = [mean([row["val_loss"] for row in chosen if row["step"] == step]) for step in steps]
-        curves.plot(steps, means, color=COLOURS[mode], label=mode)
-        values = differences(rows, mode, "val_loss")[end]
-        last.plot([place] * len(values), values, "o", color=COLOURS[mode])
-    last.set_xticks(range(len(modes)), modes, rotation=40, ha="right")
-    last.set(ylabel="held-out loss − exact's of the same seed (nats)", title=f"after {end:.0f} steps")
-    curves.set(xlabel="step", ylabel="held-out loss (nats per token)")
-    curves.legend(fontsize=7)
-    for axes in (curves, last):
-        axes.grid(alpha=0.3)
-    _save(plot, figure, path)
-
-
-def _save(plot: Any, figure: Any, path: Path) -> None:
-    figure.savefig(path, dpi=80)
-    plot.close(figure)
-
-
-def summarize_train(rows: list[Row]) -> list[str]:
-    """Final losses by group and mode."""
-    text = []
-    for group in groups_of(rows):
-        members = _of_group(rows, group)
-        last = max(row["step"] for row in members)
-        at_end = [row for row in members if row["step"] == last]
-        deviation = seed_spread(members, "val_loss")[last]
-        text += [
-            f"\n### {_title(members)}, {last:,.0f} steps (exact: s.d. of seeds {deviation:.4f})\n",
-            "| mode | seeds | validation loss | − exact | never | 1-9 | 10-99 | 100-999 | entries | ms a step |",
-            "|---|---|---|---|---|---|---|---|---|---|",
-        ]
-        for mode in in_order(row["mode"] for row in at_end):
-            chosen = [row for row in at_end if row["mode"] == mode]
-            apart = [mean(differences(members, mode, f"val_loss {band}").get(last, [])) for band in BANDS[:4]]
-            text.append(
-                f"| {mode} | {len(chosen)} | {mean([row['val_loss'] for row in chosen]):.4f} "
-                f"| {mean(differences(members, mode, 'val_loss').get(last, [])):+.4f} "
-                f"| {' | '.join(f'{value:+.3f}' for value in apart)} "
-                f"| {mean([row['entries_per_token'] for row in chosen]):,.0f} "
-                f"| {mean([row['step_ms'] for row in chosen]):.1f} |"
-            )
-    return text
-
-
-def summarize_noise(rows: list[Row]) -> list[str]:
-    """Ratios of sampling to mini-batch variance, and to the signal, at the end of each run."""
-    text = []
-    for size in unique(row["size"] for row in rows):
-        members = [row for row in rows if row["size"] == size]
-        last = max(row["step"] for row in members)
-        parts = unique(row["part"] for row in members)
-        text += [
-            f"\n### Sampling / mini-batch variance ({size}, step {last:.0f})\n",
-            f"| tokens | mode | {' | '.join(parts)} |",
-            "|" + "---|" * (len(parts) + 2),
-        ]
-        for tokens in unique(row["batch_tokens"] for row in members):
-            for mode in in_order(row["mode"] for row in members):
-                chosen = {row["part"]: row for row in members
-                          if (row["step"], row["batch_tokens"], row["mode"]) == (last, tokens, mode)}  # fmt: skip
-                values = [_ratio(chosen[part]["sampling_variance"], chosen[part]["batch_variance"]) for part in parts]
-                text.append(f"| {tokens:,.0f} | {mode} | {' | '.join(f'{value:.2g}' for value in values)} |")
-    return text
-
-
-def summarize_adam(rows: list[Row]) -> list[str]:
-    """Drift of rare rows against exact."""
-    names = ("target never", "target 1-9", "target 10-99")
-    modes = [mode for mode in in_order(row["mode"] for row in rows) if mode != "exact"]
-    text = ["\n### Drift of the classifier's rows, sampled / exact (entries a step)\n"]
-    text += [f"| tokens a step | rows | {' | '.join(modes)} |", "|" + "---|" * (len(modes) + 2)]
-    for batch in sorted(unique(row["batch_tokens"] for row in rows)):
-        for name in names:
-            found = {row["mode"]: row for row in rows if row["batch_tokens"] == batch and row["rows"] == name}
-            if found:
-                cells = [
-                    f"{_ratio(found[m]['drift'], found[m]['drift_exact']):.2f} ({found[m]['entries_per_step']:.2g})"
-                    for m in modes
-                ]
-                text.append(f"| {batch:,.0f} | {name} | {' | '.join(cells)} |")
-    return text
-
-
-def summarize_finetune(rows: list[Row]) -> list[str]:
-    """Held-out losses at the end."""
-    end = max(row["step"] for row in rows)
-    start = mean([row["val_loss"] for row in rows if row["step"] == 0])
-    deviation = seed_spread(rows, "val_loss")[end]
-    text = [
-        f"\n### Fine-tuning: {start:.4f} before, {end:.0f} steps (exact: s.d. of seeds {deviation:.4f})\n",
-        "| mode | held-out loss | − exact, same seed | s.d. of that |",
-        "|---|---|---|---|",
-    ]
-    for mode in in_order(row["mode"] for row in rows):
-        values = [row["val_loss"] for row in rows if row["mode"] == mode and row["step"] == end]
-        apart = differences(rows, mode, "val_loss")[end]
-        text.append(f"| {mode} | {mean(values):.4f} | {mean(apart):+.5f} | {spread(apart):.5f} |")
-    return text
+        curves.plot(steps, means, **look)
+        by_step = differences(rows, mode, "val_loss")
+        apart.plot(list(by_step), [1e3 * mean(values) for values in by_step.values()], **look)
+        low, high = ([1e3 * pick(values) for values in by_step.values()] for pick in (min, max))
+        apart.fill_between(list(by_step), low, high, color=COLOURS[mode], alpha=0.15)
+    curves.set(title="mean of the seeds", xlabel="step", ylabel="held-out loss (nats a token)")
+    apart.set(title="less exact's of the same seed; range of the seeds", xlabel="step", ylabel="difference (10⁻³ nats)")
+    _finish(plot, figure, path)
