@@ -22,8 +22,11 @@ import study_model  # noqa: E402
 import study_noise  # noqa: E402
 import study_plots  # noqa: E402
 import study_pool  # noqa: E402
+import study_summary  # noqa: E402
 import study_train  # noqa: E402
 import text_data  # noqa: E402
+
+from cce_tp.options import auto_eps  # noqa: E402
 
 VOCABULARY = 1501  # more than the rows that the sampled mode computes exactly
 
@@ -74,6 +77,32 @@ def test_finetune_and_its_picture(trained_head: list[str], tmp_path: Path) -> No
     assert "| exact | " in (tmp_path / "summary.md").read_text()
     if "finetune.png" in written:
         assert (tmp_path / "finetune.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_committed_results_bear_out_the_rule() -> None:
+    """With eps="auto", or the next larger eps that was measured, rare rows come to nine tenths of exact's norm."""
+    rows = study_pool.read_table(EXAMPLES / "study_results" / "train.csv")
+    for group in study_summary.groups_of(rows):
+        members = study_summary.of_group(rows, group)
+        eps = {study_plots.eps_of(row["mode"]): row["mode"] for row in members if row["mode"].startswith("sampled")}
+        chosen = min(value for value in eps if value >= auto_eps(int(group[1])))
+        norms = study_summary.quotients(members, eps[chosen], "norm never")[max(row["step"] for row in members)]
+        assert min(norms) > 0.89
+        largest = study_summary.quotients(members, eps[max(eps)], "norm never")[max(row["step"] for row in members)]
+        assert max(largest) < min(norms), "and it is eps that does it"
+
+
+def test_statistics_of_seeds() -> None:
+    def row(mode: str, seed: int, step: int, loss: float, ms: float) -> study_pool.Row:
+        return {"mode": mode, "seed": seed, "step": step, "val_loss": loss, "step_ms": ms}
+
+    rows = [row("exact", 0, 2, 3.0, 9.0), row("exact", 0, 6, 2.0, 5.0), row("exact", 1, 6, 4.0, 1.0)]
+    rows += [row("torch", 1, 6, 5.0, 1.0), row("torch", 0, 6, 2.5, 1.0), row("torch", 2, 6, 9.0, 1.0)]
+    assert study_summary.differences(rows, "torch", "val_loss") == {6: [1.0, 0.5]}, "by seed; the third has no partner"
+    assert study_summary.quotients(rows, "torch", "val_loss") == {6: [1.25, 1.25]}
+    assert study_summary.seed_spread(rows, "val_loss")[6] == pytest.approx(math.sqrt(2))
+    assert study_summary.later_ms(study_summary.first_run(rows, "exact")) == pytest.approx((6 * 5 - 2 * 9) / 4)
+    assert study_summary.cell(math.nan, ".1f") == "–"
 
 
 @pytest.mark.slow
