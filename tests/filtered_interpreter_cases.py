@@ -1,6 +1,6 @@
 """The filtered mode's Triton kernels under Triton's interpreter, against the plain-PyTorch twin on the same tiles.
 
-Run by ``test_filtered_interpreter.py``.
+Run by ``test_interpreter.py``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The sampled mode's Triton kernels under Triton's interpreter, against the plain-PyTorch twin with the same anchor.
 
-Run by ``test_sampled_interpreter.py``. Both draw the same numbers, so they keep the same entries, and gradients agree
+Run by ``test_interpreter.py``. Both draw the same numbers, so they keep the same entries, and gradients agree
 to rounding.
 """
 

@@ -1,4 +1,4 @@
-"""The Triton kernels under Triton's interpreter, on the CPU, in fp32. Run by ``test_triton_interpreter.py``."""
+"""The Triton kernels under Triton's interpreter, on the CPU, in fp32. Run by ``test_interpreter.py``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs the filtered kernels through Triton's interpreter, in a process of its own: Triton reads the switch once."""
+"""Runs the kernels through Triton's interpreter, in processes of their own: the switch is read when Triton loads."""
 
 from __future__ import annotations
 
@@ -11,24 +11,27 @@ from pathlib import Path
 
 import pytest
 
-CASES = Path(__file__).with_name("filtered_interpreter_cases.py")
-AT_LEAST = 27
+HERE = Path(__file__).parent
+AT_LEAST = {"triton": 40, "sampled": 59, "filtered": 27}
+"""Cases in ``*_interpreter_cases.py``."""
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.timeout(600)
-def test_filtered_kernels_under_the_interpreter(record_property: pytest.RecordProperty) -> None:
+@pytest.mark.parametrize("kernels", AT_LEAST)
+def test_under_the_interpreter(kernels: str, record_property: pytest.RecordProperty) -> None:
     """The number of cases that ran is checked and reported: none of them may be skipped."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(CASES)]
+    cases = HERE / f"{kernels}_interpreter_cases.py"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(cases)]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     environment.pop("CCE_TP_TEST_START", None)
     done = subprocess.run(
-        command, env=environment, cwd=CASES.parent.parent, capture_output=True, text=True, timeout=580, check=False
+        command, env=environment, cwd=HERE.parent, capture_output=True, text=True, timeout=580, check=False
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     counted = re.search(r"(\d+) passed", done.stdout)
     assert counted is not None
     assert "skipped" not in done.stdout.splitlines()[-1]
-    assert int(counted[1]) >= AT_LEAST
-    record_property("filtered_interpreter_cases", int(counted[1]))
+    assert int(counted[1]) >= AT_LEAST[kernels]
+    record_property(f"{kernels}_interpreter_cases", int(counted[1]))
     print(f"Triton's interpreter: {counted[1]} cases passed")
