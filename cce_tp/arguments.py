@@ -201,7 +201,7 @@ def gather_arguments(
         _check_labels(target, shard.vocab_size, options, sequence_dim)
     _check_order(options, local_weight)
     implementation = choose(options.implementation, input.device, input.dtype)
-    _check_workspace(options, implementation, target.numel(), local_weight, shard.vocab_size)
+    _check_workspace(options, implementation, target.numel(), local_weight, shard)
     return Arguments(
         input,
         local_weight,
@@ -337,14 +337,14 @@ def _check_labels(target: Tensor, vocab_size: int, options: LossOptions, sequenc
 
 
 def _check_workspace(
-    options: LossOptions, implementation: LocalImplementation, num_tokens: int, weight: Tensor, vocab_size: int
+    options: LossOptions, implementation: LocalImplementation, num_tokens: int, weight: Tensor, shard: VocabShard
 ) -> None:
     if options.workspace is None:
         return
     rows, hidden_size = weight.shape
     mode = options.mode
     if isinstance(mode, Sampled):
-        size = SamplingSize(mode.reference_rows, mode.most_entries, vocab_size)
+        size = SamplingSize(mode.reference_rows, mode.most_entries, max(shard.vocab_size, shard.start + rows))
         bound = implementation.least_sampled_workspace(num_tokens, hidden_size, rows, weight.dtype, size)
         if bound is None:
             raise ValueError(

@@ -32,7 +32,7 @@ from . import sampling
 from .interface import LocalProblem, SamplingSize
 from .logits import LOG2E, LogitOperands, finish_logits, grouped_tile, row_products
 from .tiles import INTERPRETED, Tile, cdiv, extreme_tile, next_power_of_2
-from .workspace import ALLOCATION, FP32_BYTES, FP64_BYTES, allocated, workspace_too_small
+from .workspace import ALLOCATION, FP32_BYTES, FP64_BYTES, allocated, held, workspace_too_small
 
 PRODUCT_BYTES = 48 * 2**20
 """Most memory for the products: beyond it, tokens are taken in chunks."""
@@ -361,17 +361,28 @@ def _tile_bytes(looked_at: int, tile: Tile) -> int:
     return tile.rows * cdiv(looked_at, tile.cols) * tile.cols * FP32_BYTES
 
 
-def _fixed_bytes(num_tokens: int, hidden: int, dtype: torch.dtype, looked_at: int, vocab_size: int) -> int:
-    """Rows gathered, sums, the anchor; counts or places, and the list of rows. Beside them, only the products."""
+def _fixed_bytes(num_tokens: int, hidden: int, dtype: torch.dtype, looked_at: int, chosen: int) -> int:
+    """Rows gathered, sums, the anchor; ``chosen_bytes``. Beside them, only the products."""
     gathered, sums = looked_at * hidden * dtype.itemsize, NUM_SUMS * FP64_BYTES * num_tokens
-    chosen = (vocab_size + num_tokens) * FP32_BYTES, looked_at * FP64_BYTES
-    return allocated(gathered, sums, num_tokens * FP32_BYTES, *chosen) + 4 * ALLOCATION
+    return allocated(gathered, sums, num_tokens * FP32_BYTES) + chosen + 4 * ALLOCATION
+
+
+def _looked_at(size: SamplingSize) -> int:
+    return size.num_hot + min(sampling.COLD_ROWS, size.vocab_size)
+
+
+def chosen_bytes(num_tokens: int, size: SamplingSize) -> int:
+    """Most that ``anchor_rows`` leaves: a count or place of every id of the whole vocabulary, and the list of rows.
+
+    The places outlive the anchor, by which time they are needed of this rank's ids alone.
+    """
+    return allocated((size.vocab_size + num_tokens) * FP32_BYTES, _looked_at(size) * FP64_BYTES)
 
 
 def least_workspace(num_tokens: int, hidden: int, dtype: torch.dtype, size: SamplingSize) -> int:
     """Enough for any options on any device."""
-    looked_at = size.num_hot + min(sampling.COLD_ROWS, size.vocab_size)
-    fixed = _fixed_bytes(num_tokens, hidden, dtype, looked_at, size.vocab_size)
+    looked_at = _looked_at(size)
+    fixed = _fixed_bytes(num_tokens, hidden, dtype, looked_at, chosen_bytes(num_tokens, size))
     return fixed + allocated(_tile_bytes(looked_at, extreme_tile(dtype)))
 
 
@@ -380,7 +391,7 @@ def _tokens_at_once(problem: LocalProblem, operands: LogitOperands, rows: sampli
     if workspace is None:
         return tokens_at_once(problem.num_tokens, looked_at, tile)
     num_tokens, hidden = problem.num_tokens, problem.hidden_size
-    fixed = _fixed_bytes(num_tokens, hidden, problem.input.dtype, looked_at, rows.vocab_size)
+    fixed = _fixed_bytes(num_tokens, hidden, problem.input.dtype, looked_at, held(rows.rows, rows.place))
     least = fixed + allocated(_tile_bytes(looked_at, tile))
     if workspace < least:
         raise workspace_too_small(workspace, least, num_tokens, problem.num_rows, hidden)

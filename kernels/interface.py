@@ -224,7 +224,7 @@ class SamplingSize:
     Attributes:
         reference_rows: most hot rows.
         budget: most entries a token may keep.
-        vocab_size: ids over the whole group.
+        vocab_size: ids over the whole group, padding included.
     """
 
     reference_rows: int

@@ -33,11 +33,12 @@ import triton.language as tl
 from torch import Tensor
 
 from . import forward, hopper, sampling
+from .anchor import chosen_bytes
 from .fold import empty_partials, unset_partials
 from .interface import LocalProblem, Partials, SamplingPlan, SamplingSize
 from .logits import LOG2E, LogitOperands, finish_logits, grouped_tile, row_products
 from .tiles import FEWEST_COLS, INTERPRETED, Tile, cdiv, extreme_tile, next_power_of_2
-from .workspace import ALLOCATION, FP32_BYTES, allocated, workspace_too_small
+from .workspace import ALLOCATION, FP32_BYTES, allocated, held, workspace_too_small
 
 CHUNK_BYTES = 48 * 2**20
 """Default size of the bitmap and the partials together: beyond it, tokens are taken in chunks."""
@@ -409,7 +410,8 @@ def select(
     selection = Selection(rows, new(num_tokens, dtype=torch.int32), new(words, dtype=torch.int32))
     fields = 2 + smoothing + stats
     per_token = ((fields + stats) * num_tiles + words) * FP32_BYTES
-    chunk = _tokens_at_once(problem, operands.tile, per_token, _fixed_bytes(num_tokens, budget, words))
+    fixed = _fixed_bytes(num_tokens, budget, words) + held(plan.hot, plan.hot_place)
+    chunk = _tokens_at_once(problem, operands.tile, per_token, fixed)
     buffer = new(fields * num_tiles * chunk, dtype=torch.float32)
     argmax_buffer = new(num_tiles * chunk, dtype=torch.int32) if stats else None
     mass = new(num_tiles, dtype=torch.float32) if smoothing else None
@@ -449,9 +451,9 @@ def select(
 
 
 def _fixed_bytes(num_tokens: int, budget: int, words: int) -> int:
-    """The lists, bits and hashes of rows, a few vectors."""
+    """The lists, bits and hashes of rows; of a token its labels' rows, anchor, hash, partials and number of entries."""
     rows = allocated(words * FP32_BYTES, words * WORD_BITS.value * FP32_BYTES)
-    return allocated(num_tokens * budget * FP32_BYTES) + rows + 8 * allocated(num_tokens * FP32_BYTES)
+    return allocated(num_tokens * budget * FP32_BYTES) + rows + 13 * allocated(num_tokens * FP32_BYTES)
 
 
 def least_workspace(num_tokens: int, num_rows: int, dtype: torch.dtype, size: SamplingSize) -> int:
@@ -460,7 +462,8 @@ def least_workspace(num_tokens: int, num_rows: int, dtype: torch.dtype, size: Sa
     words = cdiv(num_rows, tile.cols) * tile.cols // WORD_BITS.value
     per_token = (forward.MOST_VALUES * cdiv(num_rows, FEWEST_COLS) + words) * FP32_BYTES
     chunk = allocated(per_token * min(tile.rows, num_tokens)) + 4 * ALLOCATION
-    return chunk + _fixed_bytes(num_tokens, min(size.budget, num_rows), words)
+    kept = chosen_bytes(num_tokens, size)
+    return chunk + kept + _fixed_bytes(num_tokens, min(size.budget, num_rows), words)
 
 
 def _tokens_at_once(problem: LocalProblem, tile: Tile, per_token: int, fixed: int) -> int:

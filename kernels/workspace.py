@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 FP32_BYTES, FP64_BYTES = 4, 8
 ALLOCATION = 512
 """torch's caching allocator hands out memory in multiples of this."""
@@ -10,6 +12,11 @@ ALLOCATION = 512
 def allocated(*sizes: int) -> int:
     """Bytes that buffers of these sizes take from the allocator."""
     return sum(-(-size // ALLOCATION) * ALLOCATION for size in sizes)
+
+
+def held(*tensors: Tensor) -> int:
+    """Bytes that tensors, or those that they are views of, keep from the allocator."""
+    return allocated(*(tensor.untyped_storage().nbytes() for tensor in tensors))
 
 
 def workspace_too_small(workspace: int, least: int, num_tokens: int, num_rows: int, hidden: int) -> ValueError:

@@ -130,16 +130,26 @@ def _without_memory(shape: tuple[int, int, int], **options: Any) -> LocalProblem
         return LocalProblem(e, c, torch.empty(tokens, dtype=torch.int64), **options)
 
 
-@pytest.mark.parametrize("shape", [(8192, 32000, 4096), (300, 50000, 512), (20000, 900, 256)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "ranks"),
+    [((8192, 32000, 4096), 1), ((300, 50000, 512), 1), ((300, 50000, 8), 8), ((20000, 900, 64), 1)],
+    ids=str,
+)
 @pytest.mark.parametrize("times", [1.0, 2.5])
-@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize(("accumulate", "stats"), [(False, False), (True, True)])
 def test_sampled_keeps_to_its_workspace(
-    shape: tuple[int, int, int], times: float, accumulate: bool, monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, int, int],
+    ranks: int,
+    times: float,
+    accumulate: bool,
+    stats: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Both passes, with bias, smoothing, and an fp32 gradient of E, for which E is copied."""
     tokens, rows, hidden = shape
+    ids = sampling.RowIds(ranks * rows, 0, rows, rows)
     mode = cce_tp.Sampled(eps=2.0**-6)
-    size = SamplingSize(mode.reference_rows, mode.most_entries, rows)
+    size = SamplingSize(mode.reference_rows, mode.most_entries, ids.vocab_size)
     least = TRITON.least_sampled_workspace(tokens, hidden, rows, torch.bfloat16, size)
     assert least is not None
     _launch_nothing(monkeypatch)
@@ -151,10 +161,10 @@ def test_sampled_keeps_to_its_workspace(
     buffer = torch.empty_like(problem.weight)
     inputs = (problem.input, problem.weight, problem.target, bias, c, active, factor, seed, buffer)
     with Allocations(inputs) as allocations:
-        looked_at = anchor.anchor_rows(problem.target, active, sampling.RowIds.whole(rows), mode.reference_rows)
+        looked_at = anchor.anchor_rows(problem.target, active, ids, mode.reference_rows)
         r = anchor.anchor(anchor.anchor_sums(problem, looked_at), looked_at)
         drawn = SamplingPlan(mode.eps, mode.most_entries, seed, r, active, looked_at.hot, looked_at.place, 0)
-        partials, selection = select_entries.select(problem, drawn, stats=False)
+        partials, selection = select_entries.select(problem, drawn, stats=stats)
         assert allocations.peak <= problem.workspace
         if times == 1.0:
             assert allocations.peak >= 0.3 * least  # the least is no exaggeration
