@@ -259,7 +259,7 @@ def _plan_sampling(call: _Call, rows: sampling.AnchorRows, anchor: Tensor, activ
     device = anchor.device
     return SamplingPlan(
         eps=float(mode.eps),
-        budget=mode.most_entries,
+        budget=min(mode.most_entries, max(1, call.softmax_rows)),  # which eps alone doesn't bound
         seed=sampler.next_seed(device, call.group) if mode.seed is None else fixed_seed(mode.seed, device),
         anchor=anchor,
         active=active,

@@ -62,6 +62,8 @@ def draw_all(out: Path) -> list[Path]:
         "adam_tail": (summarize_adam, (("adam_tail", draw_adam),)),
         "finetune": (summarize_finetune, (("finetune", draw_finetune),)),
     }
+    if not any((out / f"{name}.csv").exists() for name in tables):
+        raise ValueError(f"--out {out} holds none of the tables {', '.join(f'{name}.csv' for name in tables)}")
     plot = _pyplot()
     written, text = [], []
     for name, (summarize, pictures) in tables.items():

@@ -140,7 +140,10 @@ def load_corpus(paths: Sequence[Path], held_out: float, cache: Path, progress: P
 
 def cached_corpus(cache: Path, key: str) -> Corpus:
     """The corpus that ``load_corpus`` left in ``cache``; its tokens stay on disk until they are read."""
-    vocab_size = json.loads((cache / f"{key}.json").read_text())["vocab_size"]
+    try:
+        vocab_size = json.loads((cache / f"{key}.json").read_text())["vocab_size"]
+    except (ValueError, LookupError, TypeError):
+        raise DataError(f"{cache / f'{key}.json'} is no description of tokens: it names no vocab_size") from None
     train, held_out = (_read_tokens(cache / f"{key}.{part}.npy") for part in ("train", "held-out"))
     return Corpus(train, held_out, vocab_size, key)
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from distributed import Pool, Rank
-from oracle import Options
+from oracle import Options, relative_error
 from problems import Spec, build, gather_weight_grad, make_shards, run_spec_task
 from torch import Tensor
 
@@ -438,6 +438,18 @@ def test_eps_auto_is_that_number_in_a_call() -> None:
     auto = gradient(cce_tp.Sampled(eps="auto", tokens_per_step=2**30, **small))
     assert torch.equal(auto, gradient(cce_tp.Sampled(eps=AUTO_EPS_RANGE[1], **small)))
     assert not torch.equal(auto, gradient(cce_tp.Sampled(eps=AUTO_EPS_RANGE[0], **small)))
+
+
+@pytest.mark.parametrize("options", [{"eps": 1e-30}, {"entries_per_token": 10**20}], ids=str)
+def test_more_entries_allowed_than_there_are_integers(options: dict[str, Any]) -> None:
+    e, c, target = torch.randn(6, 8), torch.randn(40, 8, requires_grad=True), torch.arange(6)
+
+    def gradient(backward: str | cce_tp.Sampled) -> Tensor:
+        loss = cce_tp.linear_cross_entropy(e, c, target, backward=backward, implementation="torch")
+        return torch.autograd.grad(loss, c)[0]
+
+    sampled = gradient(cce_tp.Sampled(**{"eps": 1e-6, "reference_rows": 2, **options}))
+    assert relative_error(sampled, gradient("exact")) < 1e-2
 
 
 def test_plain_pytorch_has_no_workspace() -> None:

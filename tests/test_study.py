@@ -229,6 +229,18 @@ if __name__ == "__main__":
 """
 
 
+def test_folders_without_results_or_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "other.json").write_text("[]")
+    for arguments, message in (
+        (["plots", "--out", str(tmp_path)], "holds none of the tables train.csv, noise.csv"),
+        (["noise", "--out", str(tmp_path), "--preset", "tiny", "--tokens", str(tmp_path)], "names no vocab_size"),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            study.main(arguments)
+        assert stopped.value.code == 2
+        assert message in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_failing_job_is_named_and_the_others_are_done(tmp_path: Path) -> None:
     (tmp_path / "jobs.py").write_text(FAILING_JOB)
