@@ -36,7 +36,7 @@ def make_parser() -> Parser:
     shared = Parser(add_help=False)
     shared.add_argument("--out", type=Path, default=Path("runs/study"), help="folder of the results")
     runs = Parser(add_help=False, parents=[shared])
-    runs.add_argument("--preset", choices=("full", "tiny"), default="full", help="tiny: seconds on a CPU")
+    runs.add_argument("--preset", choices=("full", "tiny"), default="full", help="tiny: minutes on a CPU")
     runs.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     runs.add_argument("--no-plots", action="store_true", help="leave the tables only")
     text = Parser(add_help=False, parents=[runs])
