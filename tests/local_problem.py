@@ -167,8 +167,10 @@ def run_gradients(
     ready = late_input(problem)
     destination = WeightGradBuffer(buffer, accumulate)
     request = GradientRequest(input_dtype or problem.input.dtype, destination, True, input_ready=ready)
-    bias = implementation.gradients(problem, grad, request, handed.append)
-    ready()
+    try:
+        bias = implementation.gradients(problem, grad, request, handed.append)
+    finally:
+        ready()  # also where the call is refused: the problem is used again
     assert bias is not None
     assert bias.dtype == torch.float32
     assert len(handed) == 1
