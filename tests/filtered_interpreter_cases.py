@@ -13,6 +13,7 @@ import pytest
 import torch
 from filtered_local import FilterCase, compare, run
 from local_problem import LocalSpec, expected_gradients, relative_error
+from selection import some_of
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("TRITON_INTERPRET=1 is not set", allow_module_level=True)
@@ -37,14 +38,15 @@ def small(**options: Any) -> LocalSpec:
     return LocalSpec(**{**SMALL, **options})
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_options(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", some_of(OPTIONS, ["scale, softcap", "smoothing", "all inactive"]))
+def test_options(name: str) -> None:
+    options = OPTIONS[name]
     case = FilterCase.make(small(**options))
     kept = compare(case, TOLERANCE)
     assert kept < 0.95 or options.get("inactive", 0) > 1
 
 
-@pytest.mark.parametrize("order", ["mean_logit", "count", "tensor"])
+@pytest.mark.parametrize("order", some_of(["mean_logit", "count", "tensor"], ["count"]))
 def test_orders(order: str) -> None:
     """With smoothing and bias, whose vectors are sorted as well."""
     case = FilterCase.make(small(smoothing=True, bias=True), order=order, eps=0.4)
@@ -130,7 +132,7 @@ def test_inactive_rows_may_hold_anything_and_nan_stays_in_its_row() -> None:
     assert got.input.isnan().any(1).nonzero()[:, 0].tolist() == [bad]
 
 
-@pytest.mark.parametrize("smoothing", [False, True])
+@pytest.mark.parametrize("smoothing", some_of([False, True], [True]))
 def test_accumulate(smoothing: bool) -> None:
     """In place, in bf16 grad E and a buffer whose row stride is not its width; rows of no live tile are not touched."""
     case = FilterCase.make(small(smoothing=smoothing, off_shard=1.1), eps=0.9)
@@ -148,7 +150,7 @@ def test_accumulate(smoothing: bool) -> None:
     assert relative_error(handed[0], case_grads.input) < 4e-3
 
 
-@pytest.mark.parametrize("wanted", ["input", "weight", "bias"])
+@pytest.mark.parametrize("wanted", some_of(["input", "weight", "bias"], ["input", "weight"]))
 def test_one_gradient_alone(wanted: str) -> None:
     case = FilterCase.make(small(bias=True))
     right = run(filtered_reference, case)

@@ -28,6 +28,8 @@ from sampled_problem import (
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("TRITON_INTERPRET=1 is not set", allow_module_level=True)
 
+from selection import some_of
+
 from cce_tp.kernels import anchor, sampled, sampled_reference, sampling, select_entries, tiles
 from cce_tp.kernels.interface import GradientRequest, TokenPiece, WeightGradBuffer
 
@@ -53,9 +55,11 @@ def small(**options: Any) -> LocalSpec:
     return LocalSpec(**{**SMALL, **options})
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_options(options: dict[str, Any]) -> None:
-    compare(SampledCase.make(small(**options)), TOLERANCE)
+@pytest.mark.parametrize(
+    "name", some_of(OPTIONS, ["offset", "everything", "everything with smoothing", "all inactive"])
+)
+def test_options(name: str) -> None:
+    compare(SampledCase.make(small(**OPTIONS[name])), TOLERANCE)
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (1, 16, 130), (17, 33, 65), (16, 32, 64), (5, 70, 2)], ids=str)
@@ -71,7 +75,9 @@ def test_statistics(options: dict[str, Any]) -> None:
     compare(SampledCase.make(small(bias=True, **options)), TOLERANCE, stats=True)
 
 
-@pytest.mark.parametrize("hot", [[], [-1, -1], [5], [69, -1, 0], list(range(70))], ids=str)
+@pytest.mark.parametrize(
+    "hot", some_of([[], [-1, -1], [5], [69, -1, 0], list(range(70))], [[69, -1, 0], list(range(70))]), ids=str
+)
 def test_hot_rows(hot: list[int]) -> None:
     """None, none here, one, some, all; and a target that is hot, one that is not."""
     case = SampledCase.make(small(bias=True), hot=hot)
@@ -80,12 +86,14 @@ def test_hot_rows(hot: list[int]) -> None:
     compare(replace(case, problem=replace(case.problem, target=target)), TOLERANCE)
 
 
-@pytest.mark.parametrize("budget", [1, 3, 10**6])
+@pytest.mark.parametrize("budget", some_of([1, 3, 10**6], [3]))
 def test_budget(budget: int) -> None:
     compare(SampledCase.make(small(), budget=budget), TOLERANCE)
 
 
-@pytest.mark.parametrize("shift", [-200.0, -20.0, 20.0, 200.0, -float("inf"), float("inf"), NAN])
+@pytest.mark.parametrize(
+    "shift", some_of([-200.0, -20.0, 20.0, 200.0, -float("inf"), float("inf"), NAN], [-20.0, 200.0, NAN])
+)
 def test_anchor_far_off(shift: float) -> None:
     """The LSE does not depend on it; too low keeps all, too high nothing, and neither is wrong."""
     case = SampledCase.make(small(tokens=9, bias=True), budget=10**6)
@@ -138,7 +146,7 @@ def test_a_nan_row_stays_by_itself() -> None:
     assert rows.input[~bad].isfinite().all()
 
 
-@pytest.mark.parametrize("smoothing", [False, True])
+@pytest.mark.parametrize("smoothing", some_of([False, True], [True]))
 def test_accumulate_touches_only_rows_that_occur(smoothing: bool) -> None:
     """Others may hold what an addition would spoil; the row stride of the buffer is not its width."""
     spec = small(smoothing=smoothing, rows=150)
@@ -164,7 +172,7 @@ def test_accumulate_touches_only_rows_that_occur(smoothing: bool) -> None:
         assert torch.equal(alone.gradients.weight[~occurs], torch.zeros_like(alone.gradients.weight[~occurs]))
 
 
-@pytest.mark.parametrize("wanted", ["input", "weight", "bias", "none"])
+@pytest.mark.parametrize("wanted", some_of(["input", "weight", "bias", "none"], ["input", "weight"]))
 def test_one_gradient_alone(wanted: str) -> None:
     case = SampledCase.make(small(bias=True, softcap=3.0))
     right = run_sampled(sampled_reference.select, sampled_reference.gradients, case).gradients
@@ -202,8 +210,8 @@ def test_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(parts.bias, whole.bias)
 
 
-@pytest.mark.parametrize("input_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("buffer_dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("input_dtype", some_of([torch.float32, torch.bfloat16], [torch.bfloat16]))
+@pytest.mark.parametrize("buffer_dtype", some_of([torch.bfloat16, torch.float64], [torch.bfloat16]))
 def test_destinations(input_dtype: torch.dtype, buffer_dtype: torch.dtype) -> None:
     case = SampledCase.make(small())
     right = run_sampled(sampled_reference.select, sampled_reference.gradients, case).gradients
@@ -267,6 +275,7 @@ def test_long_columns() -> None:
     assert kept_entries(case) == [[0, 1, 2] if active else [] for active in case.plan.active.tolist()]
 
 
+@pytest.mark.slow
 def test_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "has_tma", lambda device: True)
     compare(SampledCase.make(small(hidden=24, bias=True)), TOLERANCE)
@@ -286,6 +295,7 @@ def test_the_ids_are_global() -> None:
     assert parts == whole
 
 
+@pytest.mark.slow
 def test_the_operands_are_left_alone() -> None:
     case = SampledCase.make(small(bias=True, smoothing=True))
     owners = (case.problem, case.plan, case.logit_grad)

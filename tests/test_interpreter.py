@@ -10,19 +10,23 @@ import sys
 from pathlib import Path
 
 import pytest
+from selection import slow_too
 
 HERE = Path(__file__).parent
-AT_LEAST = {"triton": 40, "sampled": 59, "filtered": 27}
-"""Cases in ``*_interpreter_cases.py``."""
+AT_LEAST = {"triton": 50, "sampled": 52, "filtered": 19}
+"""Cases in ``*_interpreter_cases.py`` that are not marked slow."""
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kernels", AT_LEAST)
-def test_under_the_interpreter(kernels: str, record_property: pytest.RecordProperty) -> None:
+def test_under_the_interpreter(
+    kernels: str, pytestconfig: pytest.Config, record_property: pytest.RecordProperty
+) -> None:
     """The number of cases that ran is checked and reported: none of them may be skipped."""
     cases = HERE / f"{kernels}_interpreter_cases.py"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(cases)]
+    chosen = ["--slow"] if slow_too(pytestconfig) else ["-m", "not slow"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen, str(cases)]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     environment.pop("CCE_TP_TEST_START", None)
     done = subprocess.run(
