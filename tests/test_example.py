@@ -139,6 +139,7 @@ def test_ordinary_logits_give_the_same_curve(workspace: Path, alone: Curve) -> N
     assert_same_curve(train(workspace, "torch", 2, "--tp", "2", "--loss", "torch"), alone, 1e-4)
 
 
+@pytest.mark.slow
 def test_tp_by_dp_gives_the_curve_of_one_process(workspace: Path, alone: Curve) -> None:
     assert_same_curve(train(workspace, "tp2dp2", 4, "--tp", "2"), alone, 2e-5)
 
