@@ -85,6 +85,7 @@ class Options(Preset):
     held_out: float
     cache: Path
     tokens: Path | None
+    vocab_size: int | None
     warmup: int
     weight_decay: float
     clip: float
@@ -143,6 +144,11 @@ def make_parser() -> Parser:
     group.add_argument("--layers", type=positive)
     group.add_argument("--heads", type=positive)
     group.add_argument("--seq-len", type=positive, help="tokens of a sequence")
+    group.add_argument(
+        "--vocab-size",
+        type=positive,
+        help="rows of embedding and classifier; those beyond the tokenizer's never occur (default: the tokenizer's)",
+    )
 
     group = parser.add_argument_group("data")
     group.add_argument(
@@ -202,7 +208,7 @@ def _fill_in(arguments: dict[str, Any], device: torch.device) -> Options:
     values.setdefault("cache", values["out"] / "tokens")
     if values["dtype"] == "auto":
         values["dtype"] = "float32" if on_cpu else "bfloat16"
-    for name in ("eps", "tokens"):
+    for name in ("eps", "tokens", "vocab_size"):
         values.setdefault(name, None)
     values["device"] = device.type
     values["data"] = tuple(values["data"])
@@ -260,7 +266,8 @@ class Trainer:
         self.micro_batches = options.batch // (options.micro_batch * self.dp)
         self.train_windows = Windows(corpus.train, options.seq_len)
         self.held_out_windows = Windows(corpus.held_out, options.seq_len)
-        self.model = build_model(options, corpus.vocab_size, self.device)
+        self.vocab_size = padded_vocab_size(options, corpus)
+        self.model = build_model(options, self.vocab_size, self.device)
         self.optimizer, self.scheduler = build_optimizer(options, self.model)
         self.run_schedule = schedule(options.cuda_graph)
         if options.loss == "cce":
@@ -424,9 +431,9 @@ class Trainer:
     def _introduce(self) -> None:
         options = self.options
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        logits = options.micro_batch * options.seq_len * self.corpus.vocab_size * 2 // options.tp
+        logits = options.micro_batch * options.seq_len * self.vocab_size * 2 // options.tp
         self._say(
-            f"GPT, {parameters / 1e6:.1f} M parameters on a rank, vocabulary {self.corpus.vocab_size:,}; "
+            f"GPT, {parameters / 1e6:.1f} M parameters on a rank, vocabulary {self.vocab_size:,}; "
             f"tp {options.tp} x pp {options.pp} x dp {self.dp} on {options.device}, {options.dtype}\n"
             f"loss: {options.describe_loss()}; {options.batch} x {options.seq_len} tokens a step in "
             f"{self.micro_batches} micro-batches, each with logits of {human(logits)} on a rank in bf16"
@@ -483,6 +490,14 @@ def unwrap(model: nn.Module) -> Any:
     return inner
 
 
+def padded_vocab_size(options: Options, corpus: Corpus) -> int:
+    """Rows of the classifier, shared out evenly; raises ValueError where the tokenizer has more tokens."""
+    wanted = options.vocab_size or corpus.vocab_size
+    if wanted < corpus.vocab_size:
+        raise ValueError(f"--vocab-size {wanted} is less than the tokenizer's {corpus.vocab_size}")
+    return -(-wanted // options.tp) * options.tp
+
+
 def build_model(options: Options, vocab_size: int, device: torch.device) -> Any:
     """This rank's part of the model in Megatron's DDP."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -505,8 +520,7 @@ def build_model(options: Options, vocab_size: int, device: torch.device) -> Any:
         cross_entropy_fusion_impl="native",
         cuda_graph_impl="full_iteration" if options.cuda_graph else "none",
     )
-    padded = -(-vocab_size // options.tp) * options.tp
-    model = build_gpt(config, padded, options.seq_len).to(device)
+    model = build_gpt(config, vocab_size, options.seq_len).to(device)
     if dtype == torch.bfloat16:
         model = Float16Module(config, model)
     ddp = DistributedDataParallelConfig(

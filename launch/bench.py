@@ -5,7 +5,7 @@
     cce-tp bench --from results.json --png results.png --readme README.md
 
 G is the time of the product E C^T alone, by the library, into a buffer that exists already; 3G that of E C^T, G C and
-G^T E, which any exact method needs. All methods take turns in the same run, each behind some 30 ms of logits products,
+G^T E, which any exact method needs. All methods take turns in the same run, each behind some 100 ms of logits products,
 and times are medians. The forward pass is that of inputs that need no gradient. Memory is the peak above the inputs,
 and above their gradients; errors are relative (Frobenius), against fp32. "Widened" means that logits in the inputs'
 dtype become fp32 before the loss is formed.

@@ -4,7 +4,7 @@
     torchrun --standalone --nproc_per_node 2 -m cce_tp.launch bench-tp --shape 8192,256000,2304 --methods sampled
 
 All processes form one group; a shape's vocabulary is shared out among them. G is the time of a rank's own logits
-product alone. Every method is measured with and without sequence parallelism, all in turns, each behind some 30 ms of
+product alone. Every method is measured with and without sequence parallelism, all in turns, each behind some 100 ms of
 logits products and an all-reduce that lets the ranks begin together; a time is the median of the slowest rank's.
 
 "alone" is the same work on the same numbers with nothing sent: what the collectives brought once is copied from memory.

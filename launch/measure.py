@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Container
@@ -15,7 +16,7 @@ Work = Callable[[], object]
 SLOW_MS = 50.0
 """What takes longer, and may be, is repeated a quarter as often, but at least ``FEWEST`` times."""
 FEWEST = 5
-HEAD_START_MS = 30.0
+HEAD_START_MS = 100.0
 
 
 class Meter(Protocol):
@@ -47,7 +48,7 @@ class GpuMeter:
 
     Args:
         filler: runs before the clock starts, for ``HEAD_START_MS`` at least. As behind a model's layers, the device is
-            then warm and the host has time to launch ahead.
+            then as hot as products make it, whatever ran before them, and the host has time to launch ahead.
     """
 
     def __init__(self, filler: Work) -> None:
@@ -85,10 +86,11 @@ class Timing:
 
 
 def in_turns(works: dict[str, Work], repeats: int, meter: Meter, patient: Container[str] = ()) -> dict[str, Timing]:
-    """Every work once, then every work again, beginning with another one each time.
+    """Every work once, then every work again, in another order each time.
 
     The clock falls as a device warms up, and a short work suffers from a hot one before it: so no work may have its
-    turn only late, or only behind the same one. The patient ones, where they are slow, sit out some of the turns.
+    turn only late, or always behind the same one. The orders are the same in every process, whose collectives must
+    meet. The patient ones, where they are slow, sit out some of the turns.
     """
     times: dict[str, list[float]] = {name: [] for name in works}
     wanted = dict.fromkeys(works, repeats)
@@ -99,10 +101,10 @@ def in_turns(works: dict[str, Work], repeats: int, meter: Meter, patient: Contai
                 wanted[name] = min(repeats, max(FEWEST, repeats // 4))
         except Exception as error:  # whatever a peer raises, the others go on
             failures[name] = error
-    names = list(works)
+    names, orders = list(works), random.Random(0)
     for turn in range(repeats):
-        for place in range(len(names)):
-            name = names[(turn + place) % len(names)]
+        orders.shuffle(names)
+        for name in names:
             its_turn = (turn + 1) * wanted[name] // repeats > turn * wanted[name] // repeats
             if not its_turn or name in failures:
                 continue
