@@ -67,9 +67,15 @@ HOT_BYTES = 16 * 2**20
 MOST_IN_REGISTERS = 8192
 """Longest row that one program holds; longer ones are read twice."""
 LONG_BLOCK = 2048
-COLUMN_BLOCK, COLUMN_ROWS, COLUMN_MANY, COLUMN_AT_ONCE = 512, 8, 8, 2
-"""What one program of grad C sums: elements of a row, rows one after another, entries of a row at a time as long as
-there are many, and at the end."""
+LONGEST_OF_A_WARP = 2560
+MOST_OF_TWO_ROWS = 1280
+"""Elements of a row, a warp, of which two rows at once still fit."""
+INPUT_GRAD_STAGES = 3
+"""One stage for the row numbers, one for the rows of C, one to compute."""
+COLUMN_BLOCK, COLUMN_ROWS, COLUMN_MANY = 256, 16, 8
+"""What one program, a warp, of grad C sums: elements of a row, rows one after another, entries of a row at a time as
+long as there are so many. A few rows have a hundred times the average's entries: what one of them takes bounds the
+time, hence the short piece."""
 SMALLEST_PROBABILITY = tl.constexpr(2.0**-23)
 SLOTS_AT_ONCE = 256
 ORDER_SLOTS, ORDER_AT_ONCE = 128, 8
@@ -81,24 +87,41 @@ class _Width:
     """How a row of length D lies in registers, and how many rows are in flight.
 
     A power of two would waste up to half, so it is two of them. The smaller is no less than what the threads read at
-    once, or they would have to share it out among the rows.
+    once, or they would have to share it out among the rows. A single warp sums a dot product without waiting for
+    others; more are needed where its registers don't hold the row.
     """
 
     main: int
     rest: int
     warps: int
     at_once: int
-    stages: int = 1
 
     @classmethod
     def of(cls, hidden: int) -> _Width:
         main = 1 << (hidden.bit_length() - 1)
-        warps = max(1, min(8, main // 1024))
+        warps = 1 if hidden <= LONGEST_OF_A_WARP else max(2, min(8, main // 1024))
         rest = max(next_power_of_2(hidden - main), 256 * warps) if hidden > main else 0
-        if rest < main:
-            return cls(main, rest, warps, at_once=2, stages=2 if warps > 1 else 1)
-        main *= 2 if rest else 1
-        return cls(main, 0, max(1, min(8, main // 1024)), at_once=1 if main >= 2048 else 2, stages=3)
+        if rest >= main:
+            main, rest = 2 * main, 0
+        return cls(main, rest, warps, at_once=2 if main + rest <= MOST_OF_TWO_ROWS * warps else 1)
+
+    def fills(self, hidden: int) -> bool:
+        """Whether nothing of it lies beyond the row."""
+        return self.main + self.rest == hidden
+
+
+@dataclass(frozen=True)
+class _Divisor:
+    """Division of numbers in ``[0, 2^31)`` by a multiplication: ``n // d == (n * factor >> 32) >> shift``."""
+
+    factor: int
+    shift: int
+
+    @classmethod
+    def of(cls, d: int) -> _Divisor:
+        """Of ``2 <= d < 2^31``."""
+        bits = (d - 1).bit_length()
+        return cls(cdiv(2 ** (31 + bits), d), bits - 1)
 
 
 @triton.jit
@@ -155,9 +178,28 @@ def _entries(o, rows, n, size, target, has_target, budget):  # type: ignore[no-u
 
 
 @triton.jit
+def _entries_or_last(o, rows, n, size, target, has_target, budget):  # type: ignore[no-untyped-def]
+    """As ``_entries``, of a list that isn't empty; places beyond it repeat the last entry, to be read without a mask."""
+    last = size + has_target - 1
+    m_entry = o <= last
+    m_target = o >= size
+    b_row = tl.load(rows + n * budget + tl.minimum(o, tl.maximum(size - 1, 0)))
+    return tl.where(m_target & (has_target != 0), target.to(tl.int32), b_row), m_entry, m_target & (has_target != 0)
+
+
+@triton.jit
 def _token(i, first, length, stride):  # type: ignore[no-untyped-def]
     """The token at place ``i`` of a ``TokenPiece``."""
     return (first + i // length * stride + i % length).to(tl.int64)
+
+
+@triton.jit
+def _read(pointers, mask, MASKED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """As fp32. A mask costs instructions even where it leaves nothing out."""
+    if MASKED:
+        return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+    else:
+        return tl.load(pointers).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["budget", "first", "length", "stride", "first_row"])
@@ -201,12 +243,15 @@ def _input_grad_kernel(  # type: ignore[no-untyped-def]
     KEEP: tl.constexpr,
     MAIN: tl.constexpr,
     REST: tl.constexpr,
+    EVEN: tl.constexpr,
     AT_ONCE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """One token whose row lies in registers: dot products and sums in one pass over its rows of C."""
     n = _token(tl.program_id(0), first, length, stride)
     row = (first_row + tl.program_id(0)).to(tl.int64)
+    # What lies beyond the row, if anything does, is in its last part.
+    CUT: tl.constexpr = REST == 0 and not EVEN
     o_d = tl.arange(0, MAIN)
     m_d = o_d < hidden
     if WRITE:
@@ -232,28 +277,20 @@ def _input_grad_kernel(  # type: ignore[no-untyped-def]
         s_prob = tl.load(prob + n)
         s_target = tl.load(target_factor + n)
         s_anchor = tl.load(anchor + n)
-        b_e = tl.load(input + n * input_stride_n + o_d.to(tl.int64) * input_stride_d, mask=m_d, other=0.0)
-        b_e = b_e.to(tl.float32)
+        b_e = _read(input + n * input_stride_n + o_d.to(tl.int64) * input_stride_d, m_d, CUT)
         b_acc = tl.zeros((MAIN,), dtype=tl.float32)
         if REST > 0:
-            b_e_r = tl.load(input + n * input_stride_n + o_r.to(tl.int64) * input_stride_d, mask=m_r, other=0.0)
-            b_e_r = b_e_r.to(tl.float32)
+            b_e_r = _read(input + n * input_stride_n + o_r.to(tl.int64) * input_stride_d, m_r, not EVEN)
             b_acc_r = tl.zeros((REST,), dtype=tl.float32)
 
         for place in tl.range(0, size + has_target, AT_ONCE, num_stages=STAGES):
             o = place + tl.arange(0, AT_ONCE)
-            b_row, m_entry, m_target = _entries(o, rows, n, size, b_target, has_target, budget)
+            b_row, m_entry, m_target = _entries_or_last(o, rows, n, size, b_target, has_target, budget)
             p_row = weight + b_row.to(tl.int64) * weight_stride_v
-            b_c = tl.load(
-                p_row[:, None] + o_d.to(tl.int64)[None, :] * weight_stride_d,
-                mask=m_entry[:, None] & m_d[None, :], other=0.0,
-            ).to(tl.float32)  # fmt: skip
+            b_c = _read(p_row[:, None] + o_d.to(tl.int64)[None, :] * weight_stride_d, m_d[None, :], CUT)
             b_dot = tl.sum(b_c * b_e[None, :], 1)
             if REST > 0:
-                b_c_r = tl.load(
-                    p_row[:, None] + o_r.to(tl.int64)[None, :] * weight_stride_d,
-                    mask=m_entry[:, None] & m_r[None, :], other=0.0,
-                ).to(tl.float32)  # fmt: skip
+                b_c_r = _read(p_row[:, None] + o_r.to(tl.int64)[None, :] * weight_stride_d, m_r[None, :], not EVEN)
                 b_dot += tl.sum(b_c_r * b_e_r[None, :], 1)
             b_g = _entry_gradient(
                 b_dot, b_row, m_entry, m_target, bias, factor, s_max, s_log2_sum, s_prob, s_target, s_anchor,
@@ -460,118 +497,44 @@ def _order_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _token_of(slot, slots_per_token, factor, shift, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """``slot // slots_per_token``, by ``_Divisor``."""
+    if WIDE:
+        return slot // slots_per_token
+    else:
+        return (tl.umulhi(slot.to(tl.uint32), factor.to(tl.uint32)) >> shift).to(tl.int64)
+
+
+@triton.jit
 def _column_sum(  # type: ignore[no-untyped-def]
     input,
     ordered,
     slot_grads,
     first,
-    end,
     o_d,
     m_d,
     slots_per_token,
+    factor,
+    shift,
     input_stride_n,
     input_stride_d,
+    WIDE: tl.constexpr,
     WRITE: tl.constexpr,
+    EVEN: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """Some entries' ``weight * E_n``, and their weights, both summed."""
-    o = first + tl.arange(0, AT_ONCE)
-    m = o < end
-    b_slot = tl.load(ordered + o, mask=m, other=0)
-    b_g = tl.load(slot_grads + b_slot, mask=m, other=0.0)
+    """AT_ONCE entries' ``weight * E_n``, and their weights, both summed."""
+    b_slot = tl.load(ordered + first + tl.arange(0, AT_ONCE))
+    b_g = tl.load(slot_grads + b_slot)
     b_sum = tl.zeros_like(o_d).to(tl.float32)
     if WRITE:
-        p_e = input + (b_slot // slots_per_token).to(tl.int64)[:, None] * input_stride_n
-        b_e = tl.load(p_e + o_d[None, :] * input_stride_d, mask=m[:, None] & m_d[None, :], other=0.0)
-        b_sum = tl.sum(b_e.to(tl.float32) * b_g[:, None], 0)
+        p_e = input + _token_of(b_slot, slots_per_token, factor, shift, WIDE)[:, None] * input_stride_n
+        b_e = _read(p_e + o_d[None, :] * input_stride_d, m_d[None, :], not EVEN)
+        b_sum = tl.sum(b_e * b_g[:, None], 0)
     return b_sum, tl.sum(b_g, 0)
 
 
-@triton.jit
-def _weight_grad_row(  # type: ignore[no-untyped-def]
-    v,
-    piece,
-    begin,
-    end,
-    input,
-    ordered,
-    slot_grads,
-    hot_place,
-    hot_weight_grad,
-    hot_bias_grad,
-    smoothing_weight,
-    smoothed_input,
-    smoothing_sum,
-    out,
-    bias_out,
-    hidden,
-    slots_per_token,
-    input_stride_n,
-    input_stride_d,
-    out_stride_v,
-    scale,
-    HAS_HOT: tl.constexpr,
-    HAS_SMOOTHING: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-    WRITE: tl.constexpr,
-    BIAS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    MANY: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-):
-    """One piece of one row of grad C; the first piece also makes the gradient of the row's bias."""
-    o_d = (piece * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
-    m_d = o_d < hidden
-    hot = tl.full((), -1, tl.int32)
-    if HAS_HOT:
-        hot = tl.load(hot_place + v) - 1
-
-    b_acc = tl.zeros((BLOCK,), dtype=tl.float32)
-    s_bias = 0.0
-    # A column may have thousands of entries, where most have a few.
-    many = begin + (end - begin) // MANY * MANY
-    for first in range(begin, many, MANY):
-        b_sum, s_sum = _column_sum(
-            input, ordered, slot_grads, first, end, o_d, m_d, slots_per_token, input_stride_n, input_stride_d, WRITE,
-            MANY,
-        )  # fmt: skip
-        b_acc += b_sum
-        s_bias += s_sum
-    for first in range(many, end, AT_ONCE):
-        b_sum, s_sum = _column_sum(
-            input, ordered, slot_grads, first, end, o_d, m_d, slots_per_token, input_stride_n, input_stride_d, WRITE,
-            AT_ONCE,
-        )  # fmt: skip
-        b_acc += b_sum
-        s_bias += s_sum
-
-    if WRITE:
-        occurs = (end > begin) | (hot >= 0)
-        if HAS_HOT:  # noqa: SIM102
-            if hot >= 0:
-                b_acc += tl.load(hot_weight_grad + hot.to(tl.int64) * hidden + o_d, mask=m_d, other=0.0)
-        if HAS_SMOOTHING:
-            occurs = occurs | True
-            s_c = tl.load(smoothing_weight + v) * scale
-            b_acc -= s_c * tl.load(smoothed_input + o_d, mask=m_d, other=0.0)
-        p_out = out + v * out_stride_v + o_d
-        if ACCUMULATE:
-            if occurs:
-                b_acc += tl.load(p_out, mask=m_d, other=0.0).to(tl.float32)
-                tl.store(p_out, b_acc.to(out.dtype.element_ty), mask=m_d)
-        else:
-            tl.store(p_out, b_acc.to(out.dtype.element_ty), mask=m_d)
-    if BIAS:  # noqa: SIM102
-        if piece == 0:
-            if HAS_HOT:  # noqa: SIM102
-                if hot >= 0:
-                    s_bias += tl.load(hot_bias_grad + hot)
-            if HAS_SMOOTHING:
-                s_bias -= tl.load(smoothing_weight + v) * scale * tl.load(smoothing_sum)
-            tl.store(bias_out + v, s_bias)
-
-
-@triton.jit(do_not_specialize=["num_rows", "num_blocks", "slots_per_token"])
+@triton.jit(do_not_specialize=["num_rows", "num_blocks", "slots_per_token", "factor", "shift"])
 def _weight_grad_kernel(  # type: ignore[no-untyped-def]
     input,
     starts,
@@ -589,6 +552,8 @@ def _weight_grad_kernel(  # type: ignore[no-untyped-def]
     num_rows,
     num_blocks,
     slots_per_token,
+    factor,
+    shift,
     input_stride_n,
     input_stride_d,
     out_stride_v,
@@ -598,25 +563,86 @@ def _weight_grad_kernel(  # type: ignore[no-untyped-def]
     ACCUMULATE: tl.constexpr,
     WRITE: tl.constexpr,
     BIAS: tl.constexpr,
+    WIDE: tl.constexpr,
+    EVEN: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     MANY: tl.constexpr,
-    AT_ONCE: tl.constexpr,
 ):
-    """One piece of ROWS rows of grad C: most have few entries or none, and aren't worth a program of their own."""
+    """One piece of ROWS rows of grad C; the first piece also makes the gradients of their biases.
+
+    Most rows have no entry: they are set to 0 all together, and then the others are summed, one after another.
+    """
     first = (tl.program_id(0) // num_blocks).to(tl.int64) * ROWS
     piece = tl.program_id(0) % num_blocks
-    begin = tl.load(starts + first)
-    for row in range(0, tl.minimum(num_rows - first, ROWS)):
-        end = tl.load(starts + first + row + 1)
-        _weight_grad_row(
-            first + row, piece, begin, end,
-            input, ordered, slot_grads, hot_place, hot_weight_grad, hot_bias_grad,
-            smoothing_weight, smoothed_input, smoothing_sum, out, bias_out,
-            hidden, slots_per_token, input_stride_n, input_stride_d, out_stride_v, scale,
-            HAS_HOT, HAS_SMOOTHING, ACCUMULATE, WRITE, BIAS, BLOCK, MANY, AT_ONCE,
-        )  # fmt: skip
-        begin = end
+    o_d = (piece * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    m_d = o_d < hidden
+    o_row = tl.arange(0, ROWS)
+    m_row = first + o_row < num_rows
+    b_begin = tl.load(starts + first + o_row, mask=m_row, other=0)
+    b_end = tl.load(starts + first + o_row + 1, mask=m_row, other=0)
+    m_occurs = b_end > b_begin
+    if HAS_HOT:
+        m_occurs |= tl.load(hot_place + first + o_row, mask=m_row, other=0) > 0
+    if HAS_SMOOTHING:
+        m_occurs |= m_row
+    m_nothing = m_row & ~m_occurs
+    if WRITE and not ACCUMULATE:
+        p_out = out + (first + o_row)[:, None] * out_stride_v + o_d[None, :]
+        m_out = m_nothing[:, None] if EVEN else m_nothing[:, None] & m_d[None, :]
+        tl.store(p_out, tl.zeros((ROWS, BLOCK), dtype=out.dtype.element_ty), mask=m_out, eviction_policy="evict_first")
+    if BIAS:  # noqa: SIM102
+        if piece == 0:
+            tl.store(bias_out + first + o_row, tl.zeros((ROWS,), dtype=tl.float32), mask=m_nothing)
+
+    occurring = tl.sum(tl.where(m_occurs, 1 << o_row, 0), 0)
+    while occurring != 0:
+        lowest = occurring & -occurring  # a power of two: its exponent is the row's number
+        v = first + (lowest.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+        occurring ^= lowest
+        begin = tl.load(starts + v)
+        end = tl.load(starts + v + 1)
+        b_acc = tl.zeros((BLOCK,), dtype=tl.float32)
+        s_bias = 0.0
+        many = begin + (end - begin) // MANY * MANY
+        for place in range(begin, many, MANY):
+            b_sum, s_sum = _column_sum(
+                input, ordered, slot_grads, place, o_d, m_d, slots_per_token, factor, shift,
+                input_stride_n, input_stride_d, WIDE, WRITE, EVEN, MANY,
+            )  # fmt: skip
+            b_acc += b_sum
+            s_bias += s_sum
+        for place in range(many, end):
+            b_sum, s_sum = _column_sum(
+                input, ordered, slot_grads, place, o_d, m_d, slots_per_token, factor, shift,
+                input_stride_n, input_stride_d, WIDE, WRITE, EVEN, 1,
+            )  # fmt: skip
+            b_acc += b_sum
+            s_bias += s_sum
+
+        hot = tl.full((), -1, tl.int32)
+        if HAS_HOT:
+            hot = tl.load(hot_place + v) - 1
+        if WRITE:
+            if HAS_HOT:  # noqa: SIM102
+                if hot >= 0:
+                    b_acc += tl.load(hot_weight_grad + hot.to(tl.int64) * hidden + o_d, mask=m_d, other=0.0)
+            if HAS_SMOOTHING:
+                s_c = tl.load(smoothing_weight + v) * scale
+                b_acc -= s_c * tl.load(smoothed_input + o_d, mask=m_d, other=0.0)
+            p_row = out + v * out_stride_v + o_d
+            if ACCUMULATE:
+                b_acc += tl.load(p_row, mask=m_d, other=0.0).to(tl.float32)
+            # E is read again and again, and is to stay in the cache rather than what is only written.
+            tl.store(p_row, b_acc.to(out.dtype.element_ty), mask=m_d, eviction_policy="evict_first")
+        if BIAS:  # noqa: SIM102
+            if piece == 0:
+                if HAS_HOT:  # noqa: SIM102
+                    if hot >= 0:
+                        s_bias += tl.load(hot_bias_grad + hot)
+                if HAS_SMOOTHING:
+                    s_bias -= tl.load(smoothing_weight + v) * scale * tl.load(smoothing_sum)
+                tl.store(bias_out + v, s_bias)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_rows"])
@@ -996,8 +1022,8 @@ class _Backward:
                 self.active, self.input_grad, slot_grads, selection.budget, *place, problem.hidden_size,
                 *problem.input.stride(), *problem.weight.stride(), *scalars,
                 HAS_SMOOTHING=smoothed is not None, HAS_HOT=has_hot, WRITE=self.input_grad is not None,
-                KEEP=self.columns, MAIN=width.main, REST=width.rest,
-                AT_ONCE=width.at_once, STAGES=width.stages, num_warps=width.warps,
+                KEEP=self.columns, MAIN=width.main, REST=width.rest, EVEN=width.fills(problem.hidden_size),
+                AT_ONCE=width.at_once, STAGES=INPUT_GRAD_STAGES, num_warps=width.warps,
                 **flags,
             )  # fmt: skip
             return
@@ -1052,17 +1078,19 @@ class _Backward:
         buffer = None if request.weight is None else request.weight.buffer
         block = min(next_power_of_2(problem.hidden_size), COLUMN_BLOCK)
         blocks = 1 if buffer is None else cdiv(problem.hidden_size, block)
+        slots_per_token = self.selection.budget + 1
+        divisor = _Divisor.of(slots_per_token)
         _weight_grad_kernel[(cdiv(problem.num_rows, COLUMN_ROWS) * blocks,)](
             problem.input, starts, ordered, slot_grads,
             self.plan.hot_place,
             None if hot is None else hot.weight_grad,
             None if hot is None else hot.bias_grad,
             self.smoothing_weight, smoothed, total, buffer, bias_grad,
-            problem.hidden_size, problem.num_rows, blocks, self.selection.budget + 1,
+            problem.hidden_size, problem.num_rows, blocks, slots_per_token, divisor.factor, divisor.shift,
             *problem.input.stride(), 0 if buffer is None else buffer.stride(0), problem.logit_scale,
             HAS_HOT=hot is not None, HAS_SMOOTHING=self.smoothing is not None,
             ACCUMULATE=request.weight is not None and request.weight.accumulate,
-            WRITE=buffer is not None, BIAS=bias_grad is not None, BLOCK=block, ROWS=COLUMN_ROWS, MANY=COLUMN_MANY,
-            AT_ONCE=COLUMN_AT_ONCE, num_warps=max(1, block // 512),
+            WRITE=buffer is not None, BIAS=bias_grad is not None, WIDE=ordered.dtype == torch.int64,
+            EVEN=problem.hidden_size % block == 0, BLOCK=block, ROWS=COLUMN_ROWS, MANY=COLUMN_MANY, num_warps=1,
         )  # fmt: skip
         return bias_grad
