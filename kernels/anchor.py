@@ -41,6 +41,7 @@ COUNT_TOKENS, IDS = 256, 1024
 ROW_BLOCK = 1024
 NUM_SUMS = 5
 SUM_TOKENS, SUM_COLS, SUM_BLOCK = 4, 256, 512
+SUM_STAGES = tl.constexpr(3)
 ANCHOR_TOKENS = 128
 LARGEST_EXPONENT = tl.constexpr(sampling.LARGEST_EXPONENT * 1.4426950408889634)
 LARGEST_LOGIT = tl.constexpr(sampling.LARGEST_EXPONENT)
@@ -273,15 +274,16 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
     b_sum = tl.zeros((ROWS, COLS), dtype=tl.float64)
     b_squares = tl.zeros((ROWS, COLS), dtype=tl.float64)
     b_cold = tl.zeros((ROWS, COLS), dtype=tl.float64)
-    for v in range(0, num_rows, COLS):
+    for v in tl.range(0, num_rows, COLS, num_stages=SUM_STAGES):
         o_v = v + tl.arange(0, COLS)
+        # Whole tiles have room, but what is another rank's was never written.
+        b_z = tl.load(products + o_n[:, None] * product_stride + o_v[None, :], mask=m_n[:, None], other=0.0)
         b_row = tl.load(rows + o_v, mask=o_v < num_rows, other=-1)
         m_here = b_row >= 0
         b_bias = 0.0
         if HAS_BIAS:
             b_bias = tl.load(bias + b_row, mask=m_here, other=0.0).to(tl.float32)
         m_z = m_n[:, None] & m_here[None, :]
-        b_z = tl.load(products + o_n[:, None] * product_stride + o_v[None, :], mask=m_z, other=0.0)
         b_z = finish_logits(b_z, b_bias, scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP)
         b_exp = _wide_exp(b_z)
         if v < num_hot:

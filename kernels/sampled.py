@@ -179,12 +179,13 @@ def _entries(o, rows, n, size, target, has_target, budget):  # type: ignore[no-u
 
 @triton.jit
 def _entries_or_last(o, rows, n, size, target, has_target, budget):  # type: ignore[no-untyped-def]
-    """As ``_entries``, of a list that isn't empty; places beyond it repeat the last entry, to be read without a mask."""
+    """As ``_entries``, of a list with entries. Places beyond it repeat the last one, to be read without a mask."""
     last = size + has_target - 1
     m_entry = o <= last
     m_target = o >= size
     b_row = tl.load(rows + n * budget + tl.minimum(o, tl.maximum(size - 1, 0)))
-    return tl.where(m_target & (has_target != 0), target.to(tl.int32), b_row), m_entry, m_target & (has_target != 0)
+    m_target &= has_target != 0
+    return tl.where(m_target, target.to(tl.int32), b_row), m_entry, m_target
 
 
 @triton.jit

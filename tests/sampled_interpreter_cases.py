@@ -7,6 +7,7 @@ to rounding.
 from __future__ import annotations
 
 import os
+import random
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -265,6 +266,17 @@ def test_rows_too_long_for_registers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampled, "MOST_IN_REGISTERS", 16)
     monkeypatch.setattr(sampled, "LONG_BLOCK", 16)
     compare(SampledCase.make(small(bias=True, smoothing=True)), TOLERANCE)
+
+
+@pytest.mark.parametrize("divisor", [2, 3, 9, 385, 512, 65535, 2**30 + 1, 2**31 - 1])
+def test_division_by_multiplication(divisor: int) -> None:
+    """Right up to 2^31, and where the quotient changes."""
+    by = sampled._Divisor.of(divisor)
+    most = (2**31 - 1) // divisor
+    edges = {n + d for n in (0, divisor, 2 * divisor, most // 2 * divisor, most * divisor) for d in (-1, 0, 1)}
+    numbers = [n for n in edges | set(random.Random(divisor).choices(range(2**31), k=200)) if 0 <= n < 2**31]
+    assert by.factor < 2**32
+    assert [n * by.factor >> 32 >> by.shift for n in numbers] == [n // divisor for n in numbers]
 
 
 def test_long_columns() -> None:
