@@ -67,6 +67,8 @@ HOT_BYTES = 16 * 2**20
 MOST_IN_REGISTERS = 8192
 """Longest row that one program holds; longer ones are read twice."""
 LONG_BLOCK = 2048
+READ_AT_ONCE = 256
+"""16-bit numbers that a warp reads at once."""
 LONGEST_OF_A_WARP = 2560
 MOST_OF_TWO_ROWS = 1280
 """Elements of a row, a warp, of which two rows at once still fit."""
@@ -78,7 +80,7 @@ long as there are so many. A few rows have a hundred times the average's entries
 time, hence the short piece."""
 SMALLEST_PROBABILITY = tl.constexpr(2.0**-23)
 SLOTS_AT_ONCE = 256
-ORDER_SLOTS, ORDER_AT_ONCE = 128, 8
+ORDER_SLOTS, ORDER_AT_ONCE = 128, 32
 SUM_ROWS, SUM_COLS, MOST_SPLITS = 32, 128, 64
 
 
@@ -100,10 +102,15 @@ class _Width:
     def of(cls, hidden: int) -> _Width:
         main = 1 << (hidden.bit_length() - 1)
         warps = 1 if hidden <= LONGEST_OF_A_WARP else max(2, min(8, main // 1024))
-        rest = max(next_power_of_2(hidden - main), 256 * warps) if hidden > main else 0
+        rest = max(next_power_of_2(hidden - main), READ_AT_ONCE * warps) if hidden > main else 0
         if rest >= main:
             main, rest = 2 * main, 0
         return cls(main, rest, warps, at_once=2 if main + rest <= MOST_OF_TWO_ROWS * warps else 1)
+
+    @property
+    def unit(self) -> int:
+        """What the threads read at once, if both parts are whole multiples of it."""
+        return min(size for size in (self.main, self.rest, READ_AT_ONCE * self.warps) if size > 0)
 
     def fills(self, hidden: int) -> bool:
         """Whether nothing of it lies beyond the row."""
@@ -203,6 +210,16 @@ def _read(pointers, mask, MASKED: tl.constexpr):  # type: ignore[no-untyped-def]
         return tl.load(pointers).to(tl.float32)
 
 
+@triton.jit
+def _folded(b, UNIT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Sums of columns UNIT apart. If a thread holds them, that takes as many independent sums, where ``tl.sum`` makes
+    one long chain."""
+    if b.shape[1] > UNIT:
+        return tl.sum(tl.reshape(b, (b.shape[0], b.shape[1] // UNIT, UNIT)), 1)
+    else:
+        return b
+
+
 @triton.jit(do_not_specialize=["budget", "first", "length", "stride", "first_row"])
 def _input_grad_kernel(  # type: ignore[no-untyped-def]
     input,
@@ -245,6 +262,7 @@ def _input_grad_kernel(  # type: ignore[no-untyped-def]
     MAIN: tl.constexpr,
     REST: tl.constexpr,
     EVEN: tl.constexpr,
+    UNIT: tl.constexpr,
     AT_ONCE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -262,22 +280,24 @@ def _input_grad_kernel(  # type: ignore[no-untyped-def]
         m_r = o_r < hidden
         if WRITE:
             p_out_r = out + row * hidden + o_r
-    if not tl.load(active + n):
+    # All at once, rather than after the first has said that the others are needed.
+    is_active = tl.load(active + n)
+    count = tl.load(found + n)
+    b_target = tl.load(target + n)
+    s_max = tl.load(row_max + n)
+    s_log2_sum = tl.load(log_sum + n) * LOG2E
+    s_prob = tl.load(prob + n)
+    s_target = tl.load(target_factor + n)
+    s_anchor = tl.load(anchor + n)
+    if not is_active:
         if WRITE:
             tl.store(p_out, tl.zeros((MAIN,), dtype=tl.float32).to(out.dtype.element_ty), mask=m_d)
             if REST > 0:
                 tl.store(p_out_r, tl.zeros((REST,), dtype=tl.float32).to(out.dtype.element_ty), mask=m_r)
     else:
-        count = tl.load(found + n)
         size = tl.minimum(count, budget)
         factor = count.to(tl.float32) / tl.maximum(size, 1).to(tl.float32)
-        b_target = tl.load(target + n)
         has_target = _has_cold_target(b_target, cold)
-        s_max = tl.load(row_max + n)
-        s_log2_sum = tl.load(log_sum + n) * LOG2E
-        s_prob = tl.load(prob + n)
-        s_target = tl.load(target_factor + n)
-        s_anchor = tl.load(anchor + n)
         b_e = _read(input + n * input_stride_n + o_d.to(tl.int64) * input_stride_d, m_d, CUT)
         b_acc = tl.zeros((MAIN,), dtype=tl.float32)
         if REST > 0:
@@ -289,12 +309,12 @@ def _input_grad_kernel(  # type: ignore[no-untyped-def]
             b_row, m_entry, m_target = _entries_or_last(o, rows, n, size, b_target, has_target, budget)
             p_row = weight + b_row.to(tl.int64) * weight_stride_v
             b_c = _read(p_row[:, None] + o_d.to(tl.int64)[None, :] * weight_stride_d, m_d[None, :], CUT)
-            b_dot = tl.sum(b_c * b_e[None, :], 1)
+            b_products = _folded(b_c * b_e[None, :], UNIT)
             if REST > 0:
                 b_c_r = _read(p_row[:, None] + o_r.to(tl.int64)[None, :] * weight_stride_d, m_r[None, :], not EVEN)
-                b_dot += tl.sum(b_c_r * b_e_r[None, :], 1)
+                b_products += _folded(b_c_r * b_e_r[None, :], UNIT)
             b_g = _entry_gradient(
-                b_dot, b_row, m_entry, m_target, bias, factor, s_max, s_log2_sum, s_prob, s_target, s_anchor,
+                tl.sum(b_products, 1), b_row, m_entry, m_target, bias, factor, s_max, s_log2_sum, s_prob, s_target, s_anchor,
                 scale, softcap, log2_inverse_eps, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP,
             )  # fmt: skip
             if KEEP:
@@ -1024,7 +1044,7 @@ class _Backward:
                 *problem.input.stride(), *problem.weight.stride(), *scalars,
                 HAS_SMOOTHING=smoothed is not None, HAS_HOT=has_hot, WRITE=self.input_grad is not None,
                 KEEP=self.columns, MAIN=width.main, REST=width.rest, EVEN=width.fills(problem.hidden_size),
-                AT_ONCE=width.at_once, STAGES=INPUT_GRAD_STAGES, num_warps=width.warps,
+                UNIT=width.unit, AT_ONCE=width.at_once, STAGES=INPUT_GRAD_STAGES, num_warps=width.warps,
                 **flags,
             )  # fmt: skip
             return

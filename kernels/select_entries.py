@@ -43,7 +43,7 @@ from .workspace import ALLOCATION, FP32_BYTES, allocated, held, workspace_too_sm
 CHUNK_BYTES = 48 * 2**20
 """Default size of the bitmap and the partials together: beyond it, tokens are taken in chunks."""
 WORD_BITS: tl.constexpr = tl.constexpr(sampling.WORD_BITS)
-LIST_WORDS, LIST_WARPS = 1024, 1
+LIST_WORDS, LIST_WARPS = 512, 1
 """Most words of a bitmap that a program reads at once. Few bits are set: what counts is to see that soon."""
 PREPARE_SIZE = 1024
 
