@@ -43,12 +43,8 @@ from .logits import (
 )
 from .matmul import product
 from .tiles import FEWEST_ROWS, TensorDescriptor, cdiv, extreme_tile
-from .workspace import ALLOCATION, FP32_BYTES, allocated, workspace_too_small
+from .workspace import ALLOCATION, FP32_BYTES, allocated, default_slab_bytes, workspace_too_small
 
-SLAB_BYTES = 80 * 2**20
-LEAST_SLAB_BYTES = 44 * 2**20
-"""Default size of G's workspace: the first suits large problems, where narrower slabs cost speed. Small ones, of little
-memory themselves, get by with less; where grad E's accumulator is larger still, half of that does no harm."""
 FP16_PEAK_EXPONENT = 13
 COPY_TILE = (4, 1024)
 SUM_ROWS, SUM_COLS = 32, 64
@@ -273,10 +269,6 @@ class _Plan:
         slabs = cdiv(problem.num_rows, most)
         even = cdiv(cdiv(problem.num_rows, slabs), tile.cols) * tile.cols
         return cls(even, accumulator, scratch)
-
-
-def default_slab_bytes(accumulator: int) -> int:
-    return max(LEAST_SLAB_BYTES, min(2 * accumulator, SLAB_BYTES), accumulator // 2)
 
 
 def _fixed_bytes(num_tokens: int, hidden: int, dtype: torch.dtype, *, accumulator: bool, scratch: bool) -> int:

@@ -31,7 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import forward
-from .exact import SLAB_BYTES, default_slab_bytes, fp16_factors, nothing_to_reduce, select_tokens
+from .exact import fp16_factors, nothing_to_reduce, select_tokens
 from .filtering import thresholds, undefined
 from .interface import (
     FilterPlan,
@@ -65,7 +65,7 @@ from .tiles import (
     next_power_of_2,
     product_precision,
 )
-from .workspace import FP32_BYTES
+from .workspace import FP32_BYTES, SLAB_BYTES, default_slab_bytes
 
 LARGE_BYTES = 208 * 2**20
 """What a large problem may take, the accumulator of grad E included; no more than exact at the largest."""

@@ -314,8 +314,8 @@ def _input_grad_kernel(  # type: ignore[no-untyped-def]
                 b_c_r = _read(p_row[:, None] + o_r.to(tl.int64)[None, :] * weight_stride_d, m_r[None, :], not EVEN)
                 b_products += _folded(b_c_r * b_e_r[None, :], UNIT)
             b_g = _entry_gradient(
-                tl.sum(b_products, 1), b_row, m_entry, m_target, bias, factor, s_max, s_log2_sum, s_prob, s_target, s_anchor,
-                scale, softcap, log2_inverse_eps, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP,
+                tl.sum(b_products, 1), b_row, m_entry, m_target, bias, factor, s_max, s_log2_sum, s_prob, s_target,
+                s_anchor, scale, softcap, log2_inverse_eps, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP,
             )  # fmt: skip
             if KEEP:
                 tl.store(slot_grads + n * (budget + 1) + o, b_g, mask=m_entry)

@@ -1,6 +1,6 @@
 """What the loss and its gradients take in each backward mode: the forward pass, and k times the rest.
 
-exact        forward + rest; the rest is the logits again, G written, and the products for grad E and grad C
+exact        forward + rest; the rest is the logits again, G written, and the products for grad E and grad C, in slabs
 tile filter  forward + filter_fixed + (share of the tiles kept) x filter_tiles
 sampled      forward + sampled_fixed + (entries a token keeps) x sampled_entry
 
@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 import cce_tp
+from cce_tp.kernels.sampling import COLD_ROWS
+from cce_tp.kernels.workspace import FP32_BYTES, default_slab_bytes
 from cce_tp.options import Backward
 
 from .console import power_of_two
@@ -71,15 +73,15 @@ def by_counting(tokens: int, rows: int, hidden: int) -> Costs:
     """Of an H200 in bf16, for a machine without a GPU."""
     hot = min(HOT_ROWS, rows)
 
-    def product(some_rows: int) -> float:
+    def seconds(some_rows: int) -> float:
         return 2.0 * tokens * some_rows * hidden / PRODUCT_FLOPS
 
-    forward = product(rows) + tokens * rows * REDUCED_LOGIT
-    # The anchor looks at as many other rows as there are hot ones; these then have a small exact backward pass.
-    dense = product(2 * hot) + product(3 * hot)
+    forward = seconds(rows) + tokens * rows * REDUCED_LOGIT
+    # The anchor looks at some others beside the hot ones; these then have a small exact backward pass.
+    dense = seconds(hot + COLD_ROWS) + seconds(3 * hot)
     fixed = tokens * rows * DECIDED_LOGIT + dense + tokens * SAMPLED_TOKEN
     entry = tokens * 2 * (2 * hidden) / GATHERED_BYTES
-    rest = forward + 2 * product(rows)
+    rest = forward + 2 * seconds(rows)
     return Costs(
         "an H200, by counting",
         forward=1e3 * forward,
@@ -101,15 +103,34 @@ class Step:
         self.target = model.target[:tokens].to(device)
 
     def products(self) -> dict[str, Work]:
-        """E C^T, G C and G^T E by the library, with the logits for G, and the writing of as many numbers."""
+        """E C^T by the library; and slab by slab, as the exact mode works, the writing of G, G C and G^T E.
+
+        A slab's logits stand for its G. Slabs are smaller than the whole, and so are the products' speeds.
+        """
         e, c = self.hidden.detach(), self.weight.detach()
         logits = e @ c.T
-        input_grad, weight_grad = torch.empty_like(e), torch.empty_like(c)
+        rows = max(1, default_slab_bytes(e.numel() * FP32_BYTES) // (len(e) * e.element_size()))
+        slabs = [c[start : start + rows] for start in range(0, len(c), rows)]
+        grads = logits[:, :rows].contiguous()
+        input_grad, weight_grad = torch.zeros_like(e), torch.empty_like(slabs[0])
+
+        def write() -> None:
+            for slab in slabs:
+                grads[:, : len(slab)].zero_()
+
+        def input_product() -> None:
+            for slab in slabs:
+                input_grad.addmm_(grads[:, : len(slab)], slab)
+
+        def weight_product() -> None:
+            for slab in slabs:
+                torch.mm(grads[:, : len(slab)].T, e, out=weight_grad[: len(slab)])
+
         return {
             "logits": partial(torch.mm, e, c.T, out=logits),
-            "grad E": partial(torch.mm, logits, c, out=input_grad),
-            "grad C": partial(torch.mm, logits.T, e, out=weight_grad),
-            "G": torch.empty_like(logits).zero_,
+            "grad E": input_product,
+            "grad C": weight_product,
+            "G": write,
         }
 
     def forward(self) -> Tensor:
