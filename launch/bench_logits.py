@@ -11,7 +11,7 @@ targets.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -56,6 +56,12 @@ class Inputs:
     def detached(self) -> Inputs:
         """The same values, which need no gradient."""
         return Inputs(self.hidden.detach(), self.weight.detach(), self.target)
+
+    def shuffled(self) -> Inputs:
+        """The same softmax over ids in random order, in which the frequent ones don't come first. Leaves again."""
+        order = torch.randperm(len(self.weight), generator=torch.Generator().manual_seed(0)).to(self.target.device)
+        number = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        return replace(self, weight=self.weight.detach()[order].requires_grad_(), target=number[self.target])
 
     def clear_gradients(self) -> None:
         self.hidden.grad = self.weight.grad = None

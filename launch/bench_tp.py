@@ -1,7 +1,7 @@
 """Loss and gradients over a tensor-parallel group: time, exposed communication, memory; ours and Megatron-core's.
 
     torchrun --standalone --nproc_per_node 2 -m cce_tp.launch bench-tp --data DIR --json tp.json --trace tp.png
-    torchrun --standalone --nproc_per_node 2 -m cce_tp.launch bench-tp --shape 8192,256000,2304 --methods sampled
+    torchrun --standalone --nproc_per_node 2 -m cce_tp.launch bench-tp --data DIR --methods sampled --shuffle
 
 All processes form one group; a shape's vocabulary is shared out among them. G is the time of a rank's own logits
 product alone. Every method is measured with and without sequence parallelism, all in turns, each behind some 100 ms of
@@ -202,8 +202,11 @@ class Problem:
     weight: Tensor
 
     @classmethod
-    def make(cls, kind: str, shape: Shape, dtype: torch.dtype, place: Place, model: Any) -> Problem:
+    def make(
+        cls, kind: str, shape: Shape, dtype: torch.dtype, place: Place, model: Any, *, shuffled: bool = False
+    ) -> Problem:
         whole = bench_logits.make(kind, shape, dtype, place.device.type, model)
+        whole = whole.shuffled() if shuffled else whole
         for value in (whole.hidden.detach(), whole.weight.detach(), whole.target):
             dist.broadcast(value, 0, group=place.group)
         shard = cce_tp.VocabShard.chunk(shape[1], place.rank, place.size)
@@ -338,6 +341,7 @@ class Case:
     product_ms: float
     rows: list[Row]
     predictions: list[Prediction]
+    shuffled: bool = False
 
 
 @dataclass(frozen=True)
@@ -484,6 +488,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--data", type=existing_folder, metavar="DIR", help="a model's head and hidden states")
     parser.add_argument("--logits", choices=bench_logits.KINDS, help="default: realistic with --data, random without")
+    parser.add_argument(
+        "--shuffle", action="store_true",
+        help="number the vocabulary at random: a tokenizer gives the frequent ids, hence more work, to the first rank",
+    )  # fmt: skip
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--eps", type=probability, default=2.0**-8, help="of the sampled mode")
     parser.add_argument("--repeats", type=positive, default=12, help="runs of each; fewer of Megatron above 50 ms")
@@ -572,7 +580,7 @@ def _measure_all(
     cases: list[Case] = []
     links: list[Link] = []
     for shape in dict.fromkeys(options.shape or SHAPES):
-        problem = Problem.make(logits, shape, plan.dtype, place, model)
+        problem = Problem.make(logits, shape, plan.dtype, place, model, shuffled=options.shuffle)
         meter = GroupMeter(place, product_of(problem))
         if not links:
             links = measure_links(place, meter)
@@ -583,7 +591,7 @@ def _measure_all(
         device = torch.cuda.get_device_name() if place.on_gpu else "CPU"
         case = Case(
             shape, place.size, logits, str(plan.dtype).removeprefix("torch."), device, plan.repeats, product.ms, rows,
-            _predict(rows, links, place.size),
+            _predict(rows, links, place.size), options.shuffle,
         )  # fmt: skip
         cases.append(case)
         _show(case, output)
@@ -660,8 +668,8 @@ COLUMNS = ("", "ms", "/ G", "alone", "exposed", "tp = 1", "efficiency", "MiB", "
 def _show(case: Case, output: Output | PlainOutput) -> None:
     tokens, vocabulary, hidden = case.shape
     title = (
-        f"N = {tokens:,}, V = {vocabulary:,} on {case.tp} ranks, D = {hidden:,}, {case.logits} logits, {case.dtype}, "
-        f"{case.device}; G = {case.product_ms:.3f} ms"
+        f"N = {tokens:,}, V = {vocabulary:,} on {case.tp} ranks, D = {hidden:,}, {case.logits} logits"
+        f"{', ids in random order' * case.shuffled}, {case.dtype}, {case.device}; G = {case.product_ms:.3f} ms"
     )
     lines = [
         (

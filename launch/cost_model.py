@@ -30,6 +30,8 @@ from .model_files import Model
 
 REPEATS = 10
 ALL_TILES_EPS = 2.0**-100
+TILE_ROWS = 256
+"""A slab has whole tiles: products with a number of rows that isn't round are many times slower."""
 LOGITS_SHARE = 0.25
 """Of the free memory that the products' logits may take; of more tokens, the first so many are measured."""
 
@@ -109,7 +111,8 @@ class Step:
         """
         e, c = self.hidden.detach(), self.weight.detach()
         logits = e @ c.T
-        rows = max(1, default_slab_bytes(e.numel() * FP32_BYTES) // (len(e) * e.element_size()))
+        rows = default_slab_bytes(e.numel() * FP32_BYTES) // (len(e) * e.element_size())
+        rows = max(1, rows // TILE_ROWS) * TILE_ROWS
         slabs = [c[start : start + rows] for start in range(0, len(c), rows)]
         grads = logits[:, :rows].contiguous()
         input_grad, weight_grad = torch.zeros_like(e), torch.empty_like(slabs[0])

@@ -218,6 +218,16 @@ def test_works_take_turns() -> None:
     assert order == again, "all processes of a group must take the same turns"
 
 
+def test_shuffled_ids_change_nothing_else() -> None:
+    inputs = bench_logits.make("random", (20, 300, 16), torch.float32, "cpu")
+    shuffled = inputs.shuffled()
+    assert not torch.equal(shuffled.target, inputs.target)
+    assert torch.equal(shuffled.weight[shuffled.target], inputs.weight[inputs.target])
+    assert torch.equal(shuffled.weight.detach().sort(0).values, inputs.weight.detach().sort(0).values)
+    assert shuffled.weight.is_leaf
+    assert shuffled.weight.requires_grad
+
+
 # -- what is written
 
 
