@@ -372,20 +372,34 @@ class Trainer:
             model.compute_language_model_loss(labels, logits).mean().backward()
 
         group = parallel_state.get_tensor_model_parallel_group()
-        meter = self._meter()
+        meter = self._meter(group)
         above = [meter.peak(loss_layer) or 0 for _ in range(3)]
         times = []
         for _ in range(repeats):
-            dist.barrier(group)  # or one rank's wait for another would count
+            dist.barrier(group)
             times.append(meter.milliseconds(loss_layer))
         return statistics.median(times) / 1e3, max(above)
 
-    def _meter(self) -> Meter:
-        """On a GPU, the device's own clock, behind matrix products: as behind a model's layers, the host is ahead."""
+    def _meter(self, group: dist.ProcessGroup) -> Meter:
+        """On a GPU, the device's own clock, behind matrix products: as behind a model's layers, the host is ahead.
+
+        The ranks' devices meet just before the clock starts, or one's wait for another would count.
+        """
         if self.device.type != "cuda":
             return CpuMeter()
-        matrix = torch.randn(4096, 4096, device=self.device, dtype=torch.bfloat16)
-        return GpuMeter(lambda: matrix @ matrix)
+        matrix = torch.randn(8192, 8192, device=self.device, dtype=torch.bfloat16)
+        number = torch.zeros(1, device=self.device)
+
+        def filler() -> None:
+            torch.mm(matrix, matrix)
+            dist.all_reduce(number, group=group)
+
+        meter = GpuMeter(filler)
+        number.fill_(meter.fillings)
+        dist.all_reduce(number, op=dist.ReduceOp.MAX, group=group)
+        meter.fillings = int(number)
+        number.zero_()
+        return meter
 
     def _batches(self, first: int) -> Iterator[dict[str, Tensor]]:
         """This replica's micro-batches of the global batch that begins at window ``first``."""

@@ -623,6 +623,10 @@ def _weight_grad_kernel(  # type: ignore[no-untyped-def]
         occurring ^= lowest
         begin = tl.load(starts + v)
         end = tl.load(starts + v + 1)
+        if WRITE:
+            p_row = out + v * out_stride_v + o_d
+            if ACCUMULATE:  # asked for early, but added to the finished sum: a large number would swallow small terms
+                b_before = tl.load(p_row, mask=m_d, other=0.0).to(tl.float32)
         b_acc = tl.zeros((BLOCK,), dtype=tl.float32)
         s_bias = 0.0
         many = begin + (end - begin) // MANY * MANY
@@ -651,9 +655,8 @@ def _weight_grad_kernel(  # type: ignore[no-untyped-def]
             if HAS_SMOOTHING:
                 s_c = tl.load(smoothing_weight + v) * scale
                 b_acc -= s_c * tl.load(smoothed_input + o_d, mask=m_d, other=0.0)
-            p_row = out + v * out_stride_v + o_d
             if ACCUMULATE:
-                b_acc += tl.load(p_row, mask=m_d, other=0.0).to(tl.float32)
+                b_acc += b_before
             # E is read again and again, and is to stay in the cache rather than what is only written.
             tl.store(p_row, b_acc.to(out.dtype.element_ty), mask=m_d, eviction_policy="evict_first")
         if BIAS:  # noqa: SIM102

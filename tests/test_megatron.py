@@ -1287,7 +1287,7 @@ def _example(rank: Rank, folder: str, loss: str, layout: dict[str, int], *argume
 @pytest.mark.parametrize(
     ("layout", "arguments"),
     [
-        ({"tp": 2}, ["--sequence-parallel", "--gradient-accumulation-fusion"]),
+        ({"tp": 2}, ["--sequence-parallel", "--gradient-accumulation-fusion", "--vocab-size=75"]),
         pytest.param({"tp": 2, "pp": 2}, [], marks=pytest.mark.slow),
     ],
 )
@@ -1319,6 +1319,11 @@ def test_example_runs_from_the_command_line_without_a_gpu(
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stderr
     assert "cce sampled, eps 0.01" in done.stdout
+    refused = subprocess.run(
+        [*command, "--overwrite", "--vocab-size", "98"], env=environment, capture_output=True, text=True, timeout=150
+    )
+    assert refused.returncode == 2
+    assert "--vocab-size 98 is less than the tokenizer's 99" in refused.stderr
     assert json.loads((tmp_path / "run" / "run.json").read_text())["loss_seconds"] > 0
 
     pytest.importorskip("matplotlib")
