@@ -9,8 +9,8 @@
 3. *grad C*: the entries are transposed first. Each slot counts itself in at its column (integer
    atomics), columns get consecutive places, and within a column entries are put back into ascending order, so neither
    the sums nor their last bits depend on what the atomics did. (One list on the way lies in the memory of grad C,
-   unless that is added to.) Then each row of grad C is summed in registers and written once, a few rows to a program;
-   with ``accumulate``, rows that do not occur are not touched.
+   unless that is added to.) Then each row of grad C is summed in registers and written once, a few rows to a program,
+   and those that do not occur are set to 0 together; with ``accumulate``, they are not touched.
 4. Label smoothing, which without a softcap is a product of two vectors, is added where 2 and 3 write.
 
 Numerics:
@@ -74,6 +74,8 @@ MOST_OF_TWO_ROWS = 1280
 """Elements of a row, a warp, of which two rows at once still fit."""
 INPUT_GRAD_STAGES = 3
 """One stage for the row numbers, one for the rows of C, one to compute."""
+ROWS_BYTES = 48 * 2**10
+"""Shared memory that rows on their way may take, if there are two at once: any device has it."""
 COLUMN_BLOCK, COLUMN_ROWS, COLUMN_MANY = 256, 16, 8
 """What one program, a warp, of grad C sums: elements of a row, rows one after another, entries of a row at a time as
 long as there are so many. A few rows have a hundred times the average's entries: what one of them takes bounds the
@@ -99,13 +101,15 @@ class _Width:
     at_once: int
 
     @classmethod
-    def of(cls, hidden: int) -> _Width:
+    def of(cls, hidden: int, itemsize: int) -> _Width:
         main = 1 << (hidden.bit_length() - 1)
         warps = 1 if hidden <= LONGEST_OF_A_WARP else max(2, min(8, main // 1024))
         rest = max(next_power_of_2(hidden - main), READ_AT_ONCE * warps) if hidden > main else 0
         if rest >= main:
             main, rest = 2 * main, 0
-        return cls(main, rest, warps, at_once=2 if main + rest <= MOST_OF_TWO_ROWS * warps else 1)
+        size = main + rest
+        two = size <= MOST_OF_TWO_ROWS * warps and 2 * (INPUT_GRAD_STAGES - 1) * size * itemsize <= ROWS_BYTES
+        return cls(main, rest, warps, at_once=2 if two else 1)
 
     @property
     def unit(self) -> int:
@@ -1040,7 +1044,7 @@ class _Backward:
             "HAS_SOFTCAP": problem.softcap is not None,
         }
         if problem.hidden_size <= MOST_IN_REGISTERS:
-            width = _Width.of(problem.hidden_size)
+            width = _Width.of(problem.hidden_size, problem.weight.element_size())
             _input_grad_kernel[(piece.size,)](
                 problem.input, problem.weight, self.bias, *lists, *vectors, self.smoothing, smoothed,
                 self.active, self.input_grad, slot_grads, selection.budget, *place, problem.hidden_size,

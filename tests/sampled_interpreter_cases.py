@@ -279,6 +279,17 @@ def test_division_by_multiplication(divisor: int) -> None:
     assert [n * by.factor >> 32 >> by.shift for n in numbers] == [n // divisor for n in numbers]
 
 
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("hidden", [1, 64, 576, 2048, 2304, 3072, 4096, 5120, 7168, 8192])
+def test_rows_fit(hidden: int, itemsize: int) -> None:
+    """Into shared memory that any device has, where two are on their way (64 KiB for one of 8,192 fp32 numbers)."""
+    width = sampled._Width.of(hidden, itemsize)
+    assert hidden <= width.main + width.rest < 2 * hidden + 2 * sampled.READ_AT_ONCE
+    assert width.main % width.unit == width.rest % width.unit == 0
+    assert 2 * width.at_once * (width.main + width.rest) * itemsize <= 64 * 2**10
+    assert width.fills(hidden) == (hidden not in (576, 7168))
+
+
 def test_long_columns() -> None:
     """A column that every token keeps, over several programs of the transposition."""
     case = SampledCase.make(small(tokens=50, rows=3, off_shard=1.1), hot=[])
