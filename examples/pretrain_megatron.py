@@ -445,12 +445,13 @@ class Trainer:
     def _introduce(self) -> None:
         options = self.options
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        logits = options.micro_batch * options.seq_len * self.vocab_size * 2 // options.tp
+        itemsize = getattr(torch, options.dtype).itemsize
+        logits = options.micro_batch * options.seq_len * self.vocab_size * itemsize // options.tp
         self._say(
             f"GPT, {parameters / 1e6:.1f} M parameters on a rank, vocabulary {self.vocab_size:,}; "
             f"tp {options.tp} x pp {options.pp} x dp {self.dp} on {options.device}, {options.dtype}\n"
             f"loss: {options.describe_loss()}; {options.batch} x {options.seq_len} tokens a step in "
-            f"{self.micro_batches} micro-batches, each with logits of {human(logits)} on a rank in bf16"
+            f"{self.micro_batches} micro-batches, each with logits of {human(logits)} on a rank"
         )
 
     def _report(self, record: Record) -> None:
