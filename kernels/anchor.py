@@ -276,8 +276,9 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
     b_cold = tl.zeros((ROWS, COLS), dtype=tl.float64)
     for v in tl.range(0, num_rows, COLS, num_stages=SUM_STAGES):
         o_v = v + tl.arange(0, COLS)
-        # Whole tiles have room, but what is another rank's was never written.
-        b_z = tl.load(products + o_n[:, None] * product_stride + o_v[None, :], mask=m_n[:, None], other=0.0)
+        # Rows of another rank have room, but were never written: no reason to wait for their numbers.
+        m_room = m_n[:, None] & (o_v < num_rows)[None, :]
+        b_z = tl.load(products + o_n[:, None] * product_stride + o_v[None, :], mask=m_room, other=0.0)
         b_row = tl.load(rows + o_v, mask=o_v < num_rows, other=-1)
         m_here = b_row >= 0
         b_bias = 0.0

@@ -598,6 +598,7 @@ def _weight_grad_kernel(  # type: ignore[no-untyped-def]
 
     Most rows have no entry: they are set to 0 all together, and then the others are summed, one after another.
     """
+    tl.static_assert(ROWS <= 31, "a bit each in an int32, below its sign")
     first = (tl.program_id(0) // num_blocks).to(tl.int64) * ROWS
     piece = tl.program_id(0) % num_blocks
     o_d = (piece * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -266,6 +269,50 @@ def test_rows_too_long_for_registers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampled, "MOST_IN_REGISTERS", 16)
     monkeypatch.setattr(sampled, "LONG_BLOCK", 16)
     compare(SampledCase.make(small(bias=True, smoothing=True)), TOLERANCE)
+
+
+_GUARDED = """
+import ctypes, mmap
+from dataclasses import replace
+import torch
+from local_problem import LocalSpec, make
+from cce_tp.kernels import anchor, sampling, tiles
+
+tiles._INTERPRETER = replace(tiles._INTERPRETER, cols=16)
+libc, real = ctypes.CDLL(None), torch.empty
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+def guarded(*size, **options):
+    if options.get("dtype") is not torch.float32 or not isinstance(size[0], tuple):
+        return real(*size, **options)
+    length = 4 * size[0][0] * size[0][1]
+    pages = -(-length // mmap.PAGESIZE) * mmap.PAGESIZE
+    base = libc.mmap(None, pages + mmap.PAGESIZE, 3, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    assert libc.mprotect(base + pages, mmap.PAGESIZE, 0) == 0
+    place = (ctypes.c_char * length).from_address(base + pages - length)
+    print("guarded", *size[0])
+    return torch.frombuffer(place, dtype=torch.float32).view(size[0]).fill_(float("nan"))
+
+
+problem = make(LocalSpec(tokens=16, hidden=9, rows=40))
+rows = anchor.anchor_rows(problem.target, problem.target >= 0, sampling.RowIds.whole(40), 8)
+torch.empty = guarded
+assert anchor.anchor_sums(problem, rows).isfinite().all()
+"""
+
+
+def test_sums_stay_within_the_products() -> None:
+    """Whose last row ends, by the tile that made them, before the columns that are summed at once do."""
+    folder = str(Path(__file__).parent)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([folder, str(Path(folder).parent)])}
+    done = subprocess.run(
+        [sys.executable, "-c", _GUARDED], env=environment, capture_output=True, text=True, timeout=150
+    )
+    assert done.returncode == 0, done.stderr
+    assert "guarded 16 48" in done.stdout
 
 
 @pytest.mark.parametrize("divisor", [2, 3, 9, 385, 512, 65535, 2**30 + 1, 2**31 - 1])
