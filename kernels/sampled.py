@@ -623,9 +623,10 @@ def _weight_grad_kernel(  # type: ignore[no-untyped-def]
 
     occurring = tl.sum(tl.where(m_occurs, 1 << o_row, 0), 0)
     while occurring != 0:
-        lowest = occurring & -occurring  # a power of two: its exponent is the row's number
-        v = first + (lowest.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
-        occurring ^= lowest
+        others = occurring & (occurring - 1)
+        lowest = (occurring ^ others).to(tl.float32)  # a power of two: its exponent is the row's number
+        v = first + (lowest.to(tl.int32, bitcast=True) >> 23) - 127
+        occurring = others
         begin = tl.load(starts + v)
         end = tl.load(starts + v + 1)
         if WRITE:

@@ -325,7 +325,8 @@ def _write_rows(p_rows, b_word, b_counts, first_row, done, count, size, phase, S
     b_first = first_row + tl.arange(0, SIZE) * WORD_BITS
     late = (phase >= size).to(phase.dtype)
     for _ in range(0, tl.max(b_counts, 0)):  # a word's lowest bit each time
-        b_lowest = (b_word & (~b_word + 1)).to(tl.float32)  # a power of two: its exponent is the bit's number
+        b_others = b_word & (b_word - 1)
+        b_lowest = (b_word ^ b_others).to(tl.float32)  # a power of two: its exponent is the bit's number
         b_row = b_first + (b_lowest.to(tl.int32, bitcast=True) >> 23) - 127
         if count == size:
             tl.store(p_rows + b_place, b_row, mask=b_word != 0)
@@ -333,7 +334,7 @@ def _write_rows(p_rows, b_word, b_counts, first_row, done, count, size, phase, S
             b_running = b_place.to(phase.dtype) * size + phase
             b_thinned = b_running // count - late
             tl.store(p_rows + b_thinned, b_row, mask=(b_word != 0) & (b_running % count < size))
-        b_word = b_word & (b_word - 1)
+        b_word = b_others
         b_place += 1
 
 
