@@ -21,10 +21,8 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
-import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -32,7 +30,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 import cce_tp
 from cce_tp import collectives
@@ -40,10 +37,10 @@ from cce_tp.collectives import Overlap
 from cce_tp.options import Backward
 
 from . import bench_logits, bench_tp_model, bench_tp_trace, runtime
-from .bench import versions
-from .bench_logits import Inputs, Shape
-from .bench_peers import FILTER_EPS, Unavailable, reason
-from .bench_tp_model import KINDS, Link, Message, Prediction
+from .bench_peers import FILTER_EPS, reason
+from .bench_tp_model import KINDS, Link, Prediction
+from .bench_tp_results import MEGATRON, OURS, Case, Row, show, show_links, write_json
+from .bench_tp_work import GroupMeter, Place, Problem, Recorder, Replay, megatron_step, our_step, single_step
 from .console import (
     DTYPES,
     Output,
@@ -52,7 +49,6 @@ from .console import (
     add_json,
     dtype_of,
     existing_folder,
-    mib,
     open_output,
     positive,
     probability,
@@ -60,11 +56,10 @@ from .console import (
     shape_of,
     writable_file,
 )
-from .measure import CpuMeter, GpuMeter, Meter, Timing, Work, in_turns
+from .measure import Meter, Timing, Work, in_turns
 
 HELP = "time, exposed communication and memory over a tensor-parallel group, against Megatron-core"
 SHAPES = ((8192, 256000, 2304), (8192, 128256, 4096))
-OURS, MEGATRON = ("exact", "filtered", "sampled"), ("megatron-core fused", "megatron-core unfused")
 LINK_BYTES = (2**16, 2**20, 2**22, 2**24, 2**26)
 CPU_LINK_BYTES = (2**12, 2**16, 2**20)
 LINK_REPEATS = 7
@@ -73,275 +68,7 @@ TIMEOUT = timedelta(minutes=3)
 PRODUCT = "the rank's logits product"
 
 
-@dataclass(frozen=True)
-class Place:
-    """This process in the group."""
-
-    group: dist.ProcessGroup
-    rank: int
-    size: int
-    device: torch.device
-
-    @property
-    def on_gpu(self) -> bool:
-        return self.device.type == "cuda"
-
-    def largest(self, value: float) -> float:
-        """Of the ranks' values; the same on all of them, so that they decide alike."""
-        values = torch.tensor([value], dtype=torch.float64, device=self.device)
-        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group)
-        return float(values)
-
-    def align(self) -> None:
-        """What follows on this rank's device begins when the others get there."""
-        dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)
-
-
-class GroupMeter:
-    """The slowest rank's time, and the largest memory; all ranks measure the same work at once."""
-
-    def __init__(self, place: Place, product: Work) -> None:
-        self._place = place
-        self._meter: Meter
-        if not place.on_gpu:
-            self._meter = CpuMeter()
-            return
-
-        def filler() -> None:
-            product()
-            place.align()
-
-        self._meter = GpuMeter(filler)
-        self._meter.fillings = round(place.largest(self._meter.fillings))
-
-    def milliseconds(self, work: Work) -> float:
-        if not self._place.on_gpu:
-            dist.barrier(group=self._place.group)
-        return self._place.largest(self._meter.milliseconds(work))
-
-    def peak(self, work: Work) -> int | None:
-        peak = self._meter.peak(work)
-        return None if peak is None else round(self._place.largest(peak))
-
-
-# -- transports
-
-
-class Recorder(collectives.Transport):
-    """Sends at once, and remembers what came and how much travelled."""
-
-    def __init__(self) -> None:
-        self.messages: list[Message] = []
-        self.results: list[Tensor | None] = []
-
-    def _note(self, kind: str, what: str, whole: Tensor, result: Tensor) -> None:
-        self.messages.append(Message(kind, what, whole.nbytes))
-        # Nothing of ours reads the gradient: it may stay what this rank made of it.
-        self.results.append(None if what == collectives.REDUCING else result.clone())
-
-    def all_gather(self, out: Tensor, local: Tensor, group: Any, what: str, later: bool = False) -> Any:
-        pending = super().all_gather(out, local, group, what)
-        self._note("all-gather", what, out, out)
-        return pending
-
-    def all_reduce(
-        self, values: Tensor, group: Any, what: str, op: Any = dist.ReduceOp.SUM, later: bool = False
-    ) -> Any:
-        pending = super().all_reduce(values, group, what, op)
-        self._note("all-reduce", what, values, values)
-        return pending
-
-    def reduce_scatter(self, out: Tensor, values: Tensor, group: Any, what: str, later: bool = False) -> Any:
-        pending = super().reduce_scatter(out, values, group, what)
-        self._note("reduce-scatter", what, values, out)
-        return pending
-
-
-class Replay(collectives.Transport):
-    """Sends nothing: brings what a ``Recorder`` remembers of the same step, again and again."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._results, self._next = recorder.results, 0
-
-    def _bring(self, out: Tensor, group: Any, what: str) -> Any:
-        result = self._results[self._next]
-        self._next = (self._next + 1) % len(self._results)
-        if result is not None:
-            out.copy_(result.view_as(out))
-        return collectives.Pending(None, what, group)
-
-    def all_gather(self, out: Tensor, local: Tensor, group: Any, what: str, later: bool = False) -> Any:
-        return self._bring(out, group, what)
-
-    def all_reduce(
-        self, values: Tensor, group: Any, what: str, op: Any = dist.ReduceOp.SUM, later: bool = False
-    ) -> Any:
-        return self._bring(values, group, what)
-
-    def reduce_scatter(self, out: Tensor, values: Tensor, group: Any, what: str, later: bool = False) -> Any:
-        return self._bring(out, group, what)
-
-
-# -- methods
-
-
-@dataclass(frozen=True)
-class Problem:
-    """One shape on one rank.
-
-    Attributes:
-        whole: the whole vocabulary.
-        shard: this rank's rows.
-        tokens: all of them, ``[N, D]``, or this rank's ``[N/T, D]``, a leaf each.
-        weight: this rank's rows of the classifier, a leaf.
-    """
-
-    whole: Inputs
-    shard: cce_tp.VocabShard
-    tokens: dict[bool, Tensor]
-    weight: Tensor
-
-    @classmethod
-    def make(
-        cls, kind: str, shape: Shape, dtype: torch.dtype, place: Place, model: Any, *, shuffled: bool = False
-    ) -> Problem:
-        whole = bench_logits.make(kind, shape, dtype, place.device.type, model)
-        whole = whole.shuffled() if shuffled else whole
-        for value in (whole.hidden.detach(), whole.weight.detach(), whole.target):
-            dist.broadcast(value, 0, group=place.group)
-        shard = cce_tp.VocabShard.chunk(shape[1], place.rank, place.size)
-        e = whole.hidden.detach()
-        tokens = {False: e.clone().requires_grad_(), True: e.chunk(place.size)[place.rank].clone().requires_grad_()}
-        return cls(whole, shard, tokens, whole.weight.detach()[shard.start : shard.stop].clone().requires_grad_())
-
-    def clear(self) -> None:
-        self.whole.clear_gradients()
-        for leaf in (*self.tokens.values(), self.weight):
-            leaf.grad = None
-
-    @property
-    def gradient_bytes(self) -> int:
-        leaves = (*self.tokens.values(), self.weight)
-        return sum(leaf.grad.nbytes for leaf in leaves if leaf.grad is not None)
-
-
-Step = Callable[[], Tensor]
-
-
-def _step(problem: Problem, loss: Callable[[], Tensor]) -> Tensor:
-    problem.clear()
-    value = loss()
-    value.backward()
-    return value.detach()
-
-
-def our_step(problem: Problem, place: Place, mode: Backward, sequence_parallel: bool) -> Step:
-    """Loss and gradients over the group."""
-    return lambda: _step(
-        problem,
-        lambda: cce_tp.linear_cross_entropy(
-            problem.tokens[sequence_parallel], problem.weight, problem.whole.target,
-            group=place.group, shard=problem.shard, sequence_parallel=sequence_parallel, backward=mode,
-        ),
-    )  # fmt: skip
-
-
-def single_step(problem: Problem, mode: Backward) -> Step:
-    """The same with the whole vocabulary on this rank."""
-    whole = problem.whole
-    return lambda: _step(
-        problem,
-        lambda: cce_tp.linear_cross_entropy(whole.hidden, whole.weight, whole.target, backward=mode),
-    )
-
-
-def megatron_step(problem: Problem, place: Place, fused: bool, sequence_parallel: bool) -> Step:
-    """Megatron-core's output layer and loss: the classifier's gradient in the weight's dtype, as without fusion.
-
-    Raises:
-        ImportError, Unavailable: it isn't here, or not for this device.
-    """
-    if not place.on_gpu:
-        raise Unavailable("Megatron-core's output layer needs a GPU")
-    if len(problem.whole.weight) % place.size:
-        raise Unavailable("Megatron-core shares out the vocabulary evenly")
-    from megatron.core import parallel_state
-    from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
-    from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-    from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
-
-    if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(place.size, create_gloo_process_groups=False)
-    group = parallel_state.get_tensor_model_parallel_group()
-    target = problem.whole.target[:, None]
-
-    def loss() -> Tensor:
-        logits = linear_with_grad_accumulation_and_async_allreduce(
-            input=problem.tokens[sequence_parallel][:, None],
-            weight=problem.weight,
-            bias=None,
-            gradient_accumulation_fusion=False,
-            allreduce_dgrad=not sequence_parallel,
-            sequence_parallel=sequence_parallel,
-            tp_group=group,
-        )
-        if fused:
-            return fused_vocab_parallel_cross_entropy(logits, target, group).mean()
-        return vocab_parallel_cross_entropy(logits, target, tp_group=group).mean()
-
-    return lambda: _step(problem, loss)
-
-
 # -- measuring
-
-
-@dataclass(frozen=True)
-class Row:
-    """One method, with or without sequence parallelism; None where something was not measured.
-
-    Attributes:
-        reason: why it was not measured.
-        ms: loss and gradients.
-        alone_ms: the same, with nothing sent.
-        single_ms: the whole vocabulary on one rank.
-        peak_bytes: above inputs and gradients.
-        loss: its value.
-        messages: what one step sends.
-    """
-
-    method: str
-    sequence_parallel: bool
-    reason: str | None = None
-    ms: float | None = None
-    alone_ms: float | None = None
-    single_ms: float | None = None
-    peak_bytes: int | None = None
-    loss: float | None = None
-    messages: tuple[Message, ...] = ()
-
-    @property
-    def exposed(self) -> float | None:
-        """Share of the time in which nothing but communication goes on."""
-        return None if self.ms is None or self.alone_ms is None else (self.ms - self.alone_ms) / self.ms
-
-    def efficiency(self, ranks: int) -> float | None:
-        return None if self.ms is None or self.single_ms is None else self.single_ms / (ranks * self.ms)
-
-
-@dataclass(frozen=True)
-class Case:
-    """All methods at one shape."""
-
-    shape: Shape
-    tp: int
-    logits: str
-    dtype: str
-    device: str
-    repeats: int
-    product_ms: float
-    rows: list[Row]
-    predictions: list[Prediction]
-    shuffled: bool = False
 
 
 @dataclass(frozen=True)
@@ -584,7 +311,7 @@ def _measure_all(
         meter = GroupMeter(place, product_of(problem))
         if not links:
             links = measure_links(place, meter)
-            _show_links(links, place, output)
+            show_links(links, place.size, output)
         rows = measure(problem, plan, place, meter)
         product, rows = rows[0], rows[1:]
         assert product.ms is not None
@@ -594,11 +321,11 @@ def _measure_all(
             _predict(rows, links, place.size), options.shuffle,
         )  # fmt: skip
         cases.append(case)
-        _show(case, output)
+        show(case, output)
         if options.trace is not None and len(cases) == 1:
             _trace(problem, plan, place, options.trace)
         if place.rank == 0 and options.json is not None:
-            _write(options.json, cases, links, _overlap(options))
+            write_json(options.json, cases, links, _overlap(options))
         del problem, meter
         gc.collect()
         if place.on_gpu:
@@ -635,103 +362,6 @@ def _trace(problem: Problem, plan: Plan, place: Place, path: Path) -> None:
         tokens, vocabulary, hidden = problem.whole.shape
         title = f"{tokens:,} tokens, {vocabulary:,} rows on {place.size} ranks, D = {hidden:,}: the first rank"
         bench_tp_trace.draw(timelines, title, path)
-
-
-def _write(path: Path, cases: Sequence[Case], links: Sequence[Link], choice: Overlap) -> None:
-    found = []
-    for case in cases:
-        rows = [asdict(row) | {"exposed": row.exposed, "efficiency": row.efficiency(case.tp)} for row in case.rows]
-        found.append({**asdict(case), "rows": rows})
-    connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
-    about = {"versions": versions(), "CUDA_DEVICE_MAX_CONNECTIONS": connections, "overlap": asdict(choice)}
-    path.write_text(json.dumps(about | {"cases": found, "links": [asdict(link) for link in links]}, indent=2) + "\n")
-
-
-# -- tables
-
-
-def _percent(value: float | None) -> str:
-    return "" if value is None else f"{100 * value:.1f} %"
-
-
-def _number(value: float | None, form: str = ".3f") -> str:
-    return "" if value is None else format(value, form)
-
-
-def _layout(sequence_parallel: bool) -> str:
-    return ", sequence parallel" if sequence_parallel else ""
-
-
-COLUMNS = ("", "ms", "/ G", "alone", "exposed", "tp = 1", "efficiency", "MiB", "loss")
-
-
-def _show(case: Case, output: Output | PlainOutput) -> None:
-    tokens, vocabulary, hidden = case.shape
-    title = (
-        f"N = {tokens:,}, V = {vocabulary:,} on {case.tp} ranks, D = {hidden:,}, {case.logits} logits"
-        f"{', ids in random order' * case.shuffled}, {case.dtype}, {case.device}; G = {case.product_ms:.3f} ms"
-    )
-    lines = [
-        (
-            row.method + _layout(row.sequence_parallel),
-            _number(row.ms),
-            _number(None if row.ms is None else row.ms / case.product_ms),
-            _number(row.alone_ms),
-            _percent(row.exposed),
-            _number(row.single_ms),
-            _number(row.efficiency(case.tp), ".2f"),
-            "" if row.peak_bytes is None else mib(row.peak_bytes),
-            _number(row.loss, ".5f"),
-        )
-        for row in case.rows
-        if row.reason is None
-    ]
-    output.table(title, COLUMNS, lines)
-    for row in case.rows:
-        if row.reason is not None:
-            output.say(f"  not measured: {row.method}{_layout(row.sequence_parallel)}: {row.reason}")
-    for text in _comparisons(case.rows):
-        output.say(f"  {text}")
-    if case.predictions:
-        predicted = [
-            (
-                each.method + _layout(each.sequence_parallel),
-                str(each.ranks),
-                _number(each.ms),
-                _number(each.ms * each.ranks / (case.product_ms * case.tp)),
-                _percent(each.exposed),
-                _number(each.efficiency, ".2f"),
-            )
-            for each in case.predictions
-        ]
-        output.table("prediction, not measured", ("", "tp", "ms", "/ G", "exposed", "efficiency"), predicted)
-
-
-def _comparisons(rows: Sequence[Row]) -> list[str]:
-    """How often ours fits into Megatron's time and memory, in the same layout."""
-    texts = []
-    for peer in rows:
-        for row in rows:
-            if row.method not in OURS or peer.method not in MEGATRON or row.sequence_parallel != peer.sequence_parallel:
-                continue
-            if row.ms is None or peer.ms is None:
-                continue
-            text = (
-                f"{row.method} against {peer.method}{_layout(row.sequence_parallel)}: {peer.ms / row.ms:.2f} x faster"
-            )
-            if row.peak_bytes and peer.peak_bytes:
-                text += f", {peer.peak_bytes / row.peak_bytes:.1f} x less memory"
-            texts.append(text)
-    return texts
-
-
-def _show_links(links: Sequence[Link], place: Place, output: Output | PlainOutput) -> None:
-    lines = [
-        (link.kind, str(size), f"{1e3 * ms:.1f}", f"{1e3 * link.milliseconds(size):.1f}")
-        for link in links
-        for size, ms in link.measured.items()
-    ]
-    output.table(f"collectives of {place.size} ranks", ("", "bytes", "microseconds", "by the line"), lines)
 
 
 if __name__ == "__main__":

@@ -16,9 +16,11 @@ from distributed import Pool, Rank, collectives
 pytest.importorskip("rich")
 
 from cce_tp import collectives as library_collectives
-from cce_tp.launch import bench_tp, bench_tp_model, bench_tp_trace, cli
-from cce_tp.launch.bench_tp import MEGATRON, OURS, GroupMeter, Place, Plan, Problem, Recorder, Replay
+from cce_tp.launch import bench_tp, bench_tp_model, bench_tp_results, bench_tp_trace, bench_tp_work, cli
+from cce_tp.launch.bench_tp import Plan
 from cce_tp.launch.bench_tp_model import Link, Message, Step
+from cce_tp.launch.bench_tp_results import MEGATRON, OURS
+from cce_tp.launch.bench_tp_work import GroupMeter, Place, Problem, Recorder, Replay
 
 SHAPE = (8, 60, 6)
 PLAN = Plan([*OURS, *MEGATRON], [False, True], torch.float32, 2.0**-8, 1)
@@ -28,7 +30,7 @@ def _place(rank: Rank) -> Place:
     return Place(rank.group, rank.index, rank.size, rank.device)
 
 
-def _measure(rank: Rank) -> list[bench_tp.Row]:
+def _measure(rank: Rank) -> list[bench_tp_results.Row]:
     place = _place(rank)
     problem = Problem.make("random", SHAPE, torch.float32, place, None)
     return bench_tp.measure(problem, PLAN, place, GroupMeter(place, bench_tp.product_of(problem)))
@@ -60,7 +62,7 @@ def _replay(rank: Rank, method: str, sequence_parallel: bool) -> tuple[bool, int
     place = _place(rank)
     problem = Problem.make("random", SHAPE, torch.float32, place, None)
     mode = dataclasses.replace(PLAN.mode(method), **({"seed": 3} if method == "sampled" else {}))
-    step = bench_tp.our_step(problem, place, mode, sequence_parallel)
+    step = bench_tp_work.our_step(problem, place, mode, sequence_parallel)
     step()
     recorder = Recorder()
     with library_collectives.using(recorder):
@@ -179,16 +181,16 @@ def test_usage(arguments: list[str], message: str, capsys: pytest.CaptureFixture
 
 def test_results_are_written(tmp_path: Path) -> None:
     messages = (Message("all-reduce", "x", 4),)
-    row = bench_tp.Row("sampled", True, None, 3.0, 2.0, 4.0, 10, 1.0, messages)
-    peer = bench_tp.Row(MEGATRON[0], True, ms=9.0, peak_bytes=100)
+    row = bench_tp_results.Row("sampled", True, None, 3.0, 2.0, 4.0, 10, 1.0, messages)
+    peer = bench_tp_results.Row(MEGATRON[0], True, ms=9.0, peak_bytes=100)
     links = [Link("all-reduce", 0.0, 1e-9, {4: 1.0})]
-    case = bench_tp.Case(SHAPE, 2, "random", "float32", "CPU", 2, 1.0, [row, peer], [])
-    bench_tp._write(tmp_path / "tp.json", [case], links, library_collectives.Overlap())
+    case = bench_tp_results.Case(SHAPE, 2, "random", "float32", "CPU", 2, 1.0, [row, peer], [])
+    bench_tp_results.write_json(tmp_path / "tp.json", [case], links, library_collectives.Overlap())
     found = json.loads((tmp_path / "tp.json").read_text())
     assert found["cases"][0]["rows"][0]["exposed"] == pytest.approx(1 / 3)
     assert found["cases"][0]["rows"][0]["efficiency"] == pytest.approx(2 / 3)
     assert found["cases"][0]["rows"][1]["efficiency"] is None
-    assert bench_tp._comparisons(case.rows) == [
+    assert bench_tp_results.comparisons(case.rows) == [
         "sampled against megatron-core fused, sequence parallel: 3.00 x faster, 10.0 x less memory"
     ]
 
