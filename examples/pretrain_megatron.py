@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 import cce_tp
 import cce_tp.megatron
-from cce_tp.launch.measure import CpuMeter, GpuMeter, Meter
+from cce_tp.launch.measure import GroupMeter, Place
 from cce_tp.launch.runtime import Runtime, choose_device, discover, finalize, initialize
 
 LOSSES = ("cce", "megatron", "megatron-unfused")
@@ -361,6 +361,7 @@ class Trainer:
         return {"loss_seconds": self._largest(seconds), "loss_memory_bytes": int(self._largest(above))}
 
     def _time_loss(self, hidden: Tensor, repeats: int) -> tuple[float, int]:
+        """Seconds and bytes, behind matrix products: as behind a model's layers, the host is ahead."""
         from megatron.core import parallel_state
 
         model = unwrap(self.model)
@@ -372,34 +373,13 @@ class Trainer:
             model.compute_language_model_loss(labels, logits).mean().backward()
 
         group = parallel_state.get_tensor_model_parallel_group()
-        meter = self._meter(group)
+        place = Place(group, dist.get_rank(group), dist.get_world_size(group), self.device)
+        size = 8192 if place.on_gpu else 1
+        matrix = torch.randn(size, size, device=self.device, dtype=torch.bfloat16)
+        meter = GroupMeter(place, lambda: matrix @ matrix)
         above = [meter.peak(loss_layer) or 0 for _ in range(3)]
-        times = []
-        for _ in range(repeats):
-            dist.barrier(group)
-            times.append(meter.milliseconds(loss_layer))
+        times = [meter.milliseconds(loss_layer) for _ in range(repeats)]
         return statistics.median(times) / 1e3, max(above)
-
-    def _meter(self, group: dist.ProcessGroup) -> Meter:
-        """On a GPU, the device's own clock, behind matrix products: as behind a model's layers, the host is ahead.
-
-        The ranks' devices meet just before the clock starts, or one's wait for another would count.
-        """
-        if self.device.type != "cuda":
-            return CpuMeter()
-        matrix = torch.randn(8192, 8192, device=self.device, dtype=torch.bfloat16)
-        number = torch.zeros(1, device=self.device)
-
-        def filler() -> None:
-            torch.mm(matrix, matrix)
-            dist.all_reduce(number, group=group)
-
-        meter = GpuMeter(filler)
-        number.fill_(meter.fillings)
-        dist.all_reduce(number, op=dist.ReduceOp.MAX, group=group)
-        meter.fillings = int(number)
-        number.zero_()
-        return meter
 
     def _batches(self, first: int) -> Iterator[dict[str, Tensor]]:
         """This replica's micro-batches of the global batch that begins at window ``first``."""

@@ -60,8 +60,7 @@ class Inputs:
     def shuffled(self) -> Inputs:
         """The same softmax over ids in random order, in which the frequent ones don't come first. Leaves again."""
         order = torch.randperm(len(self.weight), generator=torch.Generator().manual_seed(0)).to(self.target.device)
-        number = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        return replace(self, weight=self.weight.detach()[order].requires_grad_(), target=number[self.target])
+        return replace(self, weight=self.weight.detach()[order].requires_grad_(), target=order.argsort()[self.target])
 
     def clear_gradients(self) -> None:
         self.hidden.grad = self.weight.grad = None

@@ -40,7 +40,7 @@ from . import bench_logits, bench_tp_model, bench_tp_trace, runtime
 from .bench_peers import FILTER_EPS, reason
 from .bench_tp_model import KINDS, Link, Prediction
 from .bench_tp_results import MEGATRON, OURS, Case, Row, show, show_links, write_json
-from .bench_tp_work import GroupMeter, Place, Problem, Recorder, Replay, megatron_step, our_step, single_step
+from .bench_tp_work import Problem, Recorder, Replay, megatron_step, our_step, single_step
 from .console import (
     DTYPES,
     Output,
@@ -56,7 +56,7 @@ from .console import (
     shape_of,
     writable_file,
 )
-from .measure import Meter, Timing, Work, in_turns
+from .measure import GroupMeter, Meter, Place, Timing, Work, in_turns
 
 HELP = "time, exposed communication and memory over a tensor-parallel group, against Megatron-core"
 SHAPES = ((8192, 256000, 2304), (8192, 128256, 4096))

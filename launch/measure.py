@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
 Work = Callable[[], object]
 
@@ -74,6 +75,57 @@ class GpuMeter:
         work()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process in the group."""
+
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    def largest(self, value: float) -> float:
+        """Of the ranks' values; the same on all of them, so that they decide alike."""
+        values = torch.tensor([value], dtype=torch.float64, device=self.device)
+        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group)
+        return float(values)
+
+    def align(self) -> None:
+        """What follows on this rank's device begins when the others get there."""
+        dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)
+
+
+class GroupMeter:
+    """The slowest rank's time, and the largest memory; all ranks measure the same work at once."""
+
+    def __init__(self, place: Place, product: Work) -> None:
+        self._place = place
+        self._meter: Meter
+        if not place.on_gpu:
+            self._meter = CpuMeter()
+            return
+
+        def filler() -> None:
+            product()
+            place.align()
+
+        self._meter = GpuMeter(filler)
+        self._meter.fillings = round(place.largest(self._meter.fillings))
+
+    def milliseconds(self, work: Work) -> float:
+        if not self._place.on_gpu:
+            dist.barrier(group=self._place.group)
+        return self._place.largest(self._meter.milliseconds(work))
+
+    def peak(self, work: Work) -> int | None:
+        peak = self._meter.peak(work)
+        return None if peak is None else round(self._place.largest(peak))
 
 
 @dataclass(frozen=True)

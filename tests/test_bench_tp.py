@@ -20,7 +20,8 @@ from cce_tp.launch import bench_tp, bench_tp_model, bench_tp_results, bench_tp_t
 from cce_tp.launch.bench_tp import Plan
 from cce_tp.launch.bench_tp_model import Link, Message, Step
 from cce_tp.launch.bench_tp_results import MEGATRON, OURS
-from cce_tp.launch.bench_tp_work import GroupMeter, Place, Problem, Recorder, Replay
+from cce_tp.launch.bench_tp_work import Problem, Recorder, Replay
+from cce_tp.launch.measure import GroupMeter, Place
 
 SHAPE = (8, 60, 6)
 PLAN = Plan([*OURS, *MEGATRON], [False, True], torch.float32, 2.0**-8, 1)
