@@ -81,6 +81,7 @@ class Options(Preset):
     loss: str
     backward: str
     eps: float | None
+    reference_rows: int | None
     data: tuple[Path, ...]
     held_out: float
     cache: Path
@@ -100,11 +101,18 @@ class Options(Preset):
         """The loss in a word or two."""
         if self.loss != "cce":
             return self.loss
-        return f"cce {self.backward}" + (f", eps {self.eps:g}" if self.eps is not None else "")
+        words = [f"cce {self.backward}"]
+        if self.eps is not None:
+            words.append(f"eps {self.eps:g}")
+        if self.reference_rows is not None:
+            words.append(f"{self.reference_rows} reference rows")
+        return ", ".join(words)
 
     def backward_mode(self) -> str | cce_tp.Sampled:
         """For ``cce_tp.megatron.install``."""
-        return self.backward if self.eps is None else cce_tp.Sampled(eps=self.eps)
+        values: dict[str, Any] = {"eps": self.eps, "reference_rows": self.reference_rows}
+        given = {name: value for name, value in values.items() if value is not None}
+        return cce_tp.Sampled(**given) if given else self.backward
 
 
 def make_parser() -> Parser:
@@ -137,6 +145,11 @@ def make_parser() -> Parser:
     )
     group.add_argument("--backward", choices=("exact", "sampled", "filtered"), default="exact", help="of --loss cce")
     group.add_argument("--eps", type=rate, help="of --backward sampled")
+    group.add_argument(
+        "--reference-rows",
+        type=positive,
+        help="of --backward sampled: so many of the most frequent targets are exact (default: 1024)",
+    )
 
     group = parser.add_argument_group("model", "defaults come from the preset")
     group.add_argument("--preset", choices=("auto", *PRESETS), default="auto", help="auto: small, tiny on the CPU")
@@ -208,7 +221,7 @@ def _fill_in(arguments: dict[str, Any], device: torch.device) -> Options:
     values.setdefault("cache", values["out"] / "tokens")
     if values["dtype"] == "auto":
         values["dtype"] = "float32" if on_cpu else "bfloat16"
-    for name in ("eps", "tokens", "vocab_size"):
+    for name in ("eps", "reference_rows", "tokens", "vocab_size"):
         values.setdefault(name, None)
     values["device"] = device.type
     values["data"] = tuple(values["data"])
@@ -238,8 +251,10 @@ def check(options: Options, world_size: int) -> None:
         raise ValueError("--sequence-parallel needs --tp of at least 2")
     if options.loss != "cce" and options.backward != "exact":
         raise ValueError(f"--backward {options.backward} belongs to --loss cce")
-    if options.eps is not None and options.backward != "sampled":
-        raise ValueError(f"--eps {options.eps} belongs to --backward sampled")
+    for name in ("eps", "reference_rows"):
+        value = getattr(options, name)
+        if value is not None and (options.loss, options.backward) != ("cce", "sampled"):
+            raise ValueError(f"--{name.replace('_', '-')} {value} belongs to --loss cce --backward sampled")
     if options.gradient_accumulation_fusion and find_spec(FUSION_EXTENSION) is None:
         raise ValueError(
             f"--gradient-accumulation-fusion needs Apex's extension {FUSION_EXTENSION}; it isn't installed"

@@ -6,11 +6,9 @@
    logit (an fp32 dot product with the token's row of E), hence the weight, and then adds ``weight * C_v`` in registers.
    The target's own entry, unless hot, comes last and is exact. Tokens are taken piece by piece where pieces are asked
    for, in the pieces' order, which is also that of the result's rows. Weights are kept, one a slot, for
-3. *grad C*: the entries are transposed first. Each slot counts itself in at its column (integer
-   atomics), columns get consecutive places, and within a column entries are put back into ascending order, so neither
-   the sums nor their last bits depend on what the atomics did. (One list on the way lies in the memory of grad C,
-   unless that is added to.) Then each row of grad C is summed in registers and written once, a few rows to a program,
-   and those that do not occur are set to 0 together; with ``accumulate``, they are not touched.
+3. *grad C*: the entries are sorted by row (``transpose``); a list on the way lies in the memory of grad C, unless that
+   is added to. Then rows of grad C are summed and written once (``column_sums``), and those that do not occur are set
+   to 0; with ``accumulate``, they are not touched.
 4. Label smoothing, which without a softcap is a product of two vectors, is added where 2 and 3 write.
 
 Numerics:
@@ -34,7 +32,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import column_sums
 from .anchor import gather_rows
+from .entries import entries, entries_or_last, has_cold_target, read
 from .exact import fp16_factors, nothing_to_reduce, select_tokens
 from .interface import (
     GradientRequest,
@@ -58,12 +58,13 @@ from .logits import (
     tanh,
 )
 from .matmul import product
-from .select_entries import WORD_BITS, Selection
-from .tiles import INTERPRETED, Tile, cdiv, extreme_tile, next_power_of_2
-from .workspace import ALLOCATION, FP32_BYTES, FP64_BYTES, allocated, workspace_too_small
+from .select_entries import Selection
+from .tiles import Tile, cdiv, extreme_tile, next_power_of_2
+from .transpose import Columns, result_bytes, slot_dtype, transpose, way_bytes
+from .workspace import ALLOCATION, FP32_BYTES, allocated, workspace_too_small
 
-HOT_BYTES = 16 * 2**20
-"""Most memory for G over the hot rows: beyond it, tokens are taken in chunks."""
+HOT_BYTES = 17 * 2**20
+"""Most memory for G over the hot rows, and its sums: beyond it, tokens are taken in chunks."""
 MOST_IN_REGISTERS = 8192
 """Longest row that one program holds; longer ones are read twice."""
 LONG_BLOCK = 2048
@@ -76,13 +77,7 @@ INPUT_GRAD_STAGES = 3
 """One stage for the row numbers, one for the rows of C, one to compute."""
 ROWS_BYTES = 48 * 2**10
 """Shared memory that rows on their way may take, if there are two at once: any device has it."""
-COLUMN_BLOCK, COLUMN_ROWS, COLUMN_MANY = 256, 16, 8
-"""What one program, a warp, of grad C sums: elements of a row, rows one after another, entries of a row at a time as
-long as there are so many. A few rows have a hundred times the average's entries: what one of them takes bounds the
-time, hence the short piece."""
 SMALLEST_PROBABILITY = tl.constexpr(2.0**-23)
-SLOTS_AT_ONCE = 256
-ORDER_SLOTS, ORDER_AT_ONCE = 128, 32
 SUM_ROWS, SUM_COLS, MOST_SPLITS = 32, 128, 64
 
 
@@ -119,20 +114,6 @@ class _Width:
     def fills(self, hidden: int) -> bool:
         """Whether nothing of it lies beyond the row."""
         return self.main + self.rest == hidden
-
-
-@dataclass(frozen=True)
-class _Divisor:
-    """Division of numbers in ``[0, 2^31)`` by a multiplication: ``n // d == (n * factor >> 32) >> shift``."""
-
-    factor: int
-    shift: int
-
-    @classmethod
-    def of(cls, d: int) -> _Divisor:
-        """Of ``2 <= d < 2^31``."""
-        bits = (d - 1).bit_length()
-        return cls(cdiv(2 ** (31 + bits), d), bits - 1)
 
 
 @triton.jit
@@ -173,45 +154,9 @@ def _entry_gradient(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _has_cold_target(target, cold):  # type: ignore[no-untyped-def]
-    """1 for a token whose target is here and could be sampled (it is exact instead), else 0."""
-    word = tl.load(cold + tl.maximum(target, 0) // WORD_BITS)
-    return tl.where(target >= 0, (word >> (tl.maximum(target, 0) % WORD_BITS).to(tl.int32)) & 1, 0)
-
-
-@triton.jit
-def _entries(o, rows, n, size, target, has_target, budget):  # type: ignore[no-untyped-def]
-    """Rows of C at places ``o`` of token n's list, whose last entry is the target."""
-    m_list = o < size
-    m_target = o == tl.where(has_target != 0, size, -1)
-    b_row = tl.load(rows + n * budget + o, mask=m_list, other=0)
-    return tl.where(m_target, target.to(tl.int32), b_row), m_list | m_target, m_target
-
-
-@triton.jit
-def _entries_or_last(o, rows, n, size, target, has_target, budget):  # type: ignore[no-untyped-def]
-    """As ``_entries``, of a list with entries. Places beyond it repeat the last one, to be read without a mask."""
-    last = size + has_target - 1
-    m_entry = o <= last
-    m_target = o >= size
-    b_row = tl.load(rows + n * budget + tl.minimum(o, tl.maximum(size - 1, 0)))
-    m_target &= has_target != 0
-    return tl.where(m_target, target.to(tl.int32), b_row), m_entry, m_target
-
-
-@triton.jit
 def _token(i, first, length, stride):  # type: ignore[no-untyped-def]
     """The token at place ``i`` of a ``TokenPiece``."""
     return (first + i // length * stride + i % length).to(tl.int64)
-
-
-@triton.jit
-def _read(pointers, mask, MASKED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """As fp32. A mask costs instructions even where it leaves nothing out."""
-    if MASKED:
-        return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
-    else:
-        return tl.load(pointers).to(tl.float32)
 
 
 @triton.jit
@@ -301,21 +246,21 @@ def _input_grad_kernel(  # type: ignore[no-untyped-def]
     else:
         size = tl.minimum(count, budget)
         factor = count.to(tl.float32) / tl.maximum(size, 1).to(tl.float32)
-        has_target = _has_cold_target(b_target, cold)
-        b_e = _read(input + n * input_stride_n + o_d.to(tl.int64) * input_stride_d, m_d, CUT)
+        has_target = has_cold_target(b_target, cold)
+        b_e = read(input + n * input_stride_n + o_d.to(tl.int64) * input_stride_d, m_d, CUT)
         b_acc = tl.zeros((MAIN,), dtype=tl.float32)
         if REST > 0:
-            b_e_r = _read(input + n * input_stride_n + o_r.to(tl.int64) * input_stride_d, m_r, not EVEN)
+            b_e_r = read(input + n * input_stride_n + o_r.to(tl.int64) * input_stride_d, m_r, not EVEN)
             b_acc_r = tl.zeros((REST,), dtype=tl.float32)
 
         for place in tl.range(0, size + has_target, AT_ONCE, num_stages=STAGES):
             o = place + tl.arange(0, AT_ONCE)
-            b_row, m_entry, m_target = _entries_or_last(o, rows, n, size, b_target, has_target, budget)
+            b_row, m_entry, m_target = entries_or_last(o, rows, n, size, b_target, has_target, budget)
             p_row = weight + b_row.to(tl.int64) * weight_stride_v
-            b_c = _read(p_row[:, None] + o_d.to(tl.int64)[None, :] * weight_stride_d, m_d[None, :], CUT)
+            b_c = read(p_row[:, None] + o_d.to(tl.int64)[None, :] * weight_stride_d, m_d[None, :], CUT)
             b_products = _folded(b_c * b_e[None, :], UNIT)
             if REST > 0:
-                b_c_r = _read(p_row[:, None] + o_r.to(tl.int64)[None, :] * weight_stride_d, m_r[None, :], not EVEN)
+                b_c_r = read(p_row[:, None] + o_r.to(tl.int64)[None, :] * weight_stride_d, m_r[None, :], not EVEN)
                 b_products += _folded(b_c_r * b_e_r[None, :], UNIT)
             b_g = _entry_gradient(
                 tl.sum(b_products, 1), b_row, m_entry, m_target, bias, factor, s_max, s_log2_sum, s_prob, s_target,
@@ -381,10 +326,10 @@ def _long_weights_kernel(  # type: ignore[no-untyped-def]
         size = tl.minimum(count, budget)
         factor = count.to(tl.float32) / tl.maximum(size, 1).to(tl.float32)
         b_target = tl.load(target + n)
-        has_target = _has_cold_target(b_target, cold)
+        has_target = has_cold_target(b_target, cold)
         for first in range(0, size + has_target, AT_ONCE):
             o = first + tl.arange(0, AT_ONCE)
-            b_row, m_entry, m_target = _entries(o, rows, n, size, b_target, has_target, budget)
+            b_row, m_entry, m_target = entries(o, rows, n, size, b_target, has_target, budget)
             p_row = weight + b_row.to(tl.int64) * weight_stride_v
             b_dot = tl.zeros((AT_ONCE,), dtype=tl.float32)
             for d in range(0, hidden, BLOCK):
@@ -439,10 +384,10 @@ def _long_input_grad_kernel(  # type: ignore[no-untyped-def]
     if tl.load(active + n):
         size = tl.minimum(tl.load(found + n), budget)
         b_target = tl.load(target + n)
-        has_target = _has_cold_target(b_target, cold)
+        has_target = has_cold_target(b_target, cold)
         for start in range(0, size + has_target, AT_ONCE):
             o = start + tl.arange(0, AT_ONCE)
-            b_row, m_entry, _ = _entries(o, rows, n, size, b_target, has_target, budget)
+            b_row, m_entry, _ = entries(o, rows, n, size, b_target, has_target, budget)
             b_g = tl.load(slot_grads + n * (budget + 1) + o, mask=m_entry, other=0.0)
             p = weight + b_row.to(tl.int64)[:, None] * weight_stride_v + o_d[None, :] * weight_stride_d
             b_c = tl.load(p, mask=m_entry[:, None] & m_d[None, :], other=0.0).to(tl.float32)
@@ -452,227 +397,6 @@ def _long_input_grad_kernel(  # type: ignore[no-untyped-def]
         if HAS_HOT:
             b_acc += tl.load(p_out, mask=m_d, other=0.0).to(tl.float32)
     tl.store(p_out, b_acc.to(out.dtype.element_ty), mask=m_d)
-
-
-@triton.jit(do_not_specialize=["budget"])
-def _arrive_kernel(  # type: ignore[no-untyped-def]
-    target, cold, rows, found, active, column_counts, arrivals, budget, SIZE: tl.constexpr
-):
-    """Every slot counts itself in at its column, and keeps its number there: unique, in no particular order."""
-    n = tl.program_id(0).to(tl.int64)
-    if tl.load(active + n):
-        size = tl.minimum(tl.load(found + n), budget)
-        b_target = tl.load(target + n)
-        has_target = _has_cold_target(b_target, cold)
-        for first in range(0, size + has_target, SIZE):
-            o = first + tl.arange(0, SIZE)
-            b_row, m_entry, _ = _entries(o, rows, n, size, b_target, has_target, budget)
-            b_arrival = tl.atomic_add(column_counts + 1 + b_row, 1, mask=m_entry, sem="relaxed")
-            tl.store(arrivals + n * (budget + 1) + o, b_arrival, mask=m_entry)
-
-
-@triton.jit(do_not_specialize=["budget"])
-def _place_kernel(  # type: ignore[no-untyped-def]
-    target, cold, rows, found, active, starts, arrivals, placed, budget, SIZE: tl.constexpr
-):
-    """Slots go to their columns' places, in the order of arrival."""
-    n = tl.program_id(0).to(tl.int64)
-    if tl.load(active + n):
-        size = tl.minimum(tl.load(found + n), budget)
-        b_target = tl.load(target + n)
-        has_target = _has_cold_target(b_target, cold)
-        for first in range(0, size + has_target, SIZE):
-            o = first + tl.arange(0, SIZE)
-            b_row, m_entry, _ = _entries(o, rows, n, size, b_target, has_target, budget)
-            b_slot = n * (budget + 1) + o
-            b_place = tl.load(starts + b_row, mask=m_entry, other=0)
-            b_place += tl.load(arrivals + b_slot, mask=m_entry, other=0)
-            tl.store(placed + b_place, b_slot.to(placed.dtype.element_ty), mask=m_entry)
-
-
-@triton.jit(do_not_specialize=["budget", "num_rows"])
-def _order_kernel(  # type: ignore[no-untyped-def]
-    target, rows, found, starts, placed, ordered, budget, num_rows, SIZE: tl.constexpr, AT_ONCE: tl.constexpr
-):
-    """Within its column, a slot's place is the number of smaller slots there.
-
-    A program takes neighbouring places, whose columns are neighbours, or the same.
-    """
-    first = tl.program_id(0).to(tl.int64) * SIZE
-    total = tl.load(starts + num_rows)
-    if first < total:
-        o = first + tl.arange(0, SIZE)
-        m = o < total
-        b_slot = tl.load(placed + o, mask=m, other=0)
-        b_token = (b_slot // (budget + 1)).to(tl.int64)
-        b_place = (b_slot % (budget + 1)).to(tl.int64)
-        m_list = b_place < tl.minimum(tl.load(found + b_token, mask=m, other=0), budget)
-        b_row = tl.load(rows + b_token * budget + b_place, mask=m & m_list, other=0)
-        b_target = tl.load(target + b_token, mask=m, other=0).to(tl.int32)
-        b_row = tl.where(m_list, b_row, b_target)
-        b_begin = tl.load(starts + b_row, mask=m, other=0)
-        b_end = tl.load(starts + 1 + b_row, mask=m, other=0)
-        b_rank = tl.zeros((SIZE,), dtype=tl.int32)
-        for i in range(0, tl.max(b_end - b_begin, 0), AT_ONCE):
-            o_i = b_begin[:, None] + (i + tl.arange(0, AT_ONCE))[None, :]
-            m_i = o_i < b_end[:, None]
-            b_other = tl.load(placed + o_i, mask=m_i, other=0)
-            b_rank += tl.sum((m_i & (b_other < b_slot[:, None])).to(tl.int32), 1)
-        tl.store(ordered + b_begin + b_rank, b_slot, mask=m)
-
-
-@triton.jit
-def _token_of(slot, slots_per_token, factor, shift, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """``slot // slots_per_token``, by ``_Divisor``."""
-    if WIDE:
-        return slot // slots_per_token
-    else:
-        return (tl.umulhi(slot.to(tl.uint32), factor.to(tl.uint32)) >> shift).to(tl.int64)
-
-
-@triton.jit
-def _column_sum(  # type: ignore[no-untyped-def]
-    input,
-    ordered,
-    slot_grads,
-    first,
-    o_d,
-    m_d,
-    slots_per_token,
-    factor,
-    shift,
-    input_stride_n,
-    input_stride_d,
-    WIDE: tl.constexpr,
-    WRITE: tl.constexpr,
-    EVEN: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-):
-    """AT_ONCE entries' ``weight * E_n``, and their weights, both summed."""
-    b_slot = tl.load(ordered + first + tl.arange(0, AT_ONCE))
-    b_g = tl.load(slot_grads + b_slot)
-    b_sum = tl.zeros_like(o_d).to(tl.float32)
-    if WRITE:
-        p_e = input + _token_of(b_slot, slots_per_token, factor, shift, WIDE)[:, None] * input_stride_n
-        b_e = _read(p_e + o_d[None, :] * input_stride_d, m_d[None, :], not EVEN)
-        b_sum = tl.sum(b_e * b_g[:, None], 0)
-    return b_sum, tl.sum(b_g, 0)
-
-
-@triton.jit(do_not_specialize=["num_rows", "num_blocks", "slots_per_token", "factor", "shift"])
-def _weight_grad_kernel(  # type: ignore[no-untyped-def]
-    input,
-    starts,
-    ordered,
-    slot_grads,
-    hot_place,
-    hot_weight_grad,
-    hot_bias_grad,
-    smoothing_weight,
-    smoothed_input,
-    smoothing_sum,
-    out,
-    bias_out,
-    hidden,
-    num_rows,
-    num_blocks,
-    slots_per_token,
-    factor,
-    shift,
-    input_stride_n,
-    input_stride_d,
-    out_stride_v,
-    scale,
-    HAS_HOT: tl.constexpr,
-    HAS_SMOOTHING: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-    WRITE: tl.constexpr,
-    BIAS: tl.constexpr,
-    WIDE: tl.constexpr,
-    EVEN: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    MANY: tl.constexpr,
-):
-    """One piece of ROWS rows of grad C; the first piece also makes the gradients of their biases.
-
-    Most rows have no entry: they are set to 0 all together, and then the others are summed, one after another.
-    """
-    tl.static_assert(ROWS <= 31, "a bit each in an int32, below its sign")
-    first = (tl.program_id(0) // num_blocks).to(tl.int64) * ROWS
-    piece = tl.program_id(0) % num_blocks
-    o_d = (piece * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
-    m_d = o_d < hidden
-    o_row = tl.arange(0, ROWS)
-    m_row = first + o_row < num_rows
-    b_begin = tl.load(starts + first + o_row, mask=m_row, other=0)
-    b_end = tl.load(starts + first + o_row + 1, mask=m_row, other=0)
-    m_occurs = b_end > b_begin
-    if HAS_HOT:
-        m_occurs |= tl.load(hot_place + first + o_row, mask=m_row, other=0) > 0
-    if HAS_SMOOTHING:
-        m_occurs |= m_row
-    m_nothing = m_row & ~m_occurs
-    if WRITE and not ACCUMULATE:
-        p_out = out + (first + o_row)[:, None] * out_stride_v + o_d[None, :]
-        m_out = m_nothing[:, None] if EVEN else m_nothing[:, None] & m_d[None, :]
-        tl.store(p_out, tl.zeros((ROWS, BLOCK), dtype=out.dtype.element_ty), mask=m_out, eviction_policy="evict_first")
-    if BIAS:  # noqa: SIM102
-        if piece == 0:
-            tl.store(bias_out + first + o_row, tl.zeros((ROWS,), dtype=tl.float32), mask=m_nothing)
-
-    occurring = tl.sum(tl.where(m_occurs, 1 << o_row, 0), 0)
-    while occurring != 0:
-        others = occurring & (occurring - 1)
-        lowest = (occurring ^ others).to(tl.float32)  # a power of two: its exponent is the row's number
-        v = first + (lowest.to(tl.int32, bitcast=True) >> 23) - 127
-        occurring = others
-        begin = tl.load(starts + v)
-        end = tl.load(starts + v + 1)
-        if WRITE:
-            p_row = out + v * out_stride_v + o_d
-            if ACCUMULATE:  # asked for early, but added to the finished sum: a large number would swallow small terms
-                b_before = tl.load(p_row, mask=m_d, other=0.0).to(tl.float32)
-        b_acc = tl.zeros((BLOCK,), dtype=tl.float32)
-        s_bias = 0.0
-        many = begin + (end - begin) // MANY * MANY
-        for place in range(begin, many, MANY):
-            b_sum, s_sum = _column_sum(
-                input, ordered, slot_grads, place, o_d, m_d, slots_per_token, factor, shift,
-                input_stride_n, input_stride_d, WIDE, WRITE, EVEN, MANY,
-            )  # fmt: skip
-            b_acc += b_sum
-            s_bias += s_sum
-        for place in range(many, end):
-            b_sum, s_sum = _column_sum(
-                input, ordered, slot_grads, place, o_d, m_d, slots_per_token, factor, shift,
-                input_stride_n, input_stride_d, WIDE, WRITE, EVEN, 1,
-            )  # fmt: skip
-            b_acc += b_sum
-            s_bias += s_sum
-
-        hot = tl.full((), -1, tl.int32)
-        if HAS_HOT:
-            hot = tl.load(hot_place + v) - 1
-        if WRITE:
-            if HAS_HOT:  # noqa: SIM102
-                if hot >= 0:
-                    b_acc += tl.load(hot_weight_grad + hot.to(tl.int64) * hidden + o_d, mask=m_d, other=0.0)
-            if HAS_SMOOTHING:
-                s_c = tl.load(smoothing_weight + v) * scale
-                b_acc -= s_c * tl.load(smoothed_input + o_d, mask=m_d, other=0.0)
-            if ACCUMULATE:
-                b_acc += b_before
-            # E is read again and again, and is to stay in the cache rather than what is only written.
-            tl.store(p_row, b_acc.to(out.dtype.element_ty), mask=m_d, eviction_policy="evict_first")
-        if BIAS:  # noqa: SIM102
-            if piece == 0:
-                if HAS_HOT:  # noqa: SIM102
-                    if hot >= 0:
-                        s_bias += tl.load(hot_bias_grad + hot)
-                if HAS_SMOOTHING:
-                    s_bias -= tl.load(smoothing_weight + v) * scale * tl.load(smoothing_sum)
-                tl.store(bias_out + v, s_bias)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_rows"])
@@ -860,19 +584,11 @@ def least_workspace(num_tokens: int, hidden: int, num_rows: int, dtype: torch.dt
     """Enough for any options on any device."""
     tile, num_hot = extreme_tile(dtype), size.num_hot
     slots = num_tokens * (min(size.budget, num_rows) + 1)
-    hot, transposed = _hot_bytes(hidden, num_hot, dtype), _transposed_bytes(slots, num_rows)
+    hot, transposed = _hot_bytes(hidden, num_hot, dtype), result_bytes(slots, num_rows)
     dense = allocated(_hot_tile_bytes(hidden, num_hot, dtype, tile, copies=True)) + 4 * ALLOCATION
-    more = allocated(slots * FP32_BYTES, slots * _number_bytes(slots))  # weights, and a list on the way
+    more = allocated(slots * FP32_BYTES) + way_bytes(num_tokens, slots)  # weights, and lists on the way
     smoothed = 3 * allocated(MOST_SPLITS * hidden * FP32_BYTES)
     return hot + transposed + max(dense, more + smoothed) + 8 * allocated(num_tokens * FP32_BYTES)
-
-
-def _number_bytes(slots: int) -> int:
-    return FP32_BYTES if slots < 2**31 else FP64_BYTES
-
-
-def _transposed_bytes(slots: int, num_rows: int) -> int:
-    return allocated(slots * _number_bytes(slots), (num_rows + 1) * _number_bytes(slots))
 
 
 class _Backward:
@@ -907,7 +623,8 @@ class _Backward:
         if logit_grad.smoothing is not None and problem.smoothing_weight is not None:
             self.smoothing = logit_grad.smoothing.contiguous()
             self.smoothing_weight = problem.smoothing_weight.contiguous()
-        self.columns = request.weight is not None or request.bias
+        self.wants_columns = request.weight is not None or request.bias
+        self.slots = problem.num_tokens * (selection.budget + 1)
         self.pieces = request.pieces or (TokenPiece(0, problem.num_tokens),)
         self.input_grad = None
         if request.input_dtype is not None:
@@ -915,17 +632,16 @@ class _Backward:
 
     def run(self, on_input_grad: InputGradReady) -> Tensor | None:
         self._check_workspace()
-        slots = self.problem.num_tokens * (self.selection.budget + 1)
         # The lists alone are read here: to be done while E is on its way, or else behind which grad E is reduced.
-        early = self.columns and self.request.input_ready is not None
-        transposed = self._transpose(slots) if early else None
+        early = self.wants_columns and self.request.input_ready is not None
+        columns = self._transpose() if early else None
         self.request.await_input()
         hot = self._hot_part() if self.plan.hot.numel() > 0 else None
-        slot_grads = self.problem.input.new_empty(slots, dtype=torch.float32)
+        slot_grads = self.problem.input.new_empty(self.slots, dtype=torch.float32)
         self._entry_pass(slot_grads, on_input_grad, has_hot=hot is not None)
-        if not self.columns:
+        if not self.wants_columns:
             return None
-        return self._weight_grad(hot, slot_grads, *(transposed or self._transpose(slots)))
+        return self._weight_grad(hot, slot_grads, columns or self._transpose())
 
     # -- hot rows
 
@@ -985,7 +701,7 @@ class _Backward:
         budget = HOT_BYTES
         if problem.workspace is not None:
             fixed = _hot_bytes(problem.hidden_size, num_hot, problem.input.dtype)
-            fixed += _transposed_bytes(problem.num_tokens * (self.selection.budget + 1), problem.num_rows)
+            fixed += result_bytes(self.slots, problem.num_rows)
             budget = min(budget, problem.workspace - fixed - ALLOCATION)
         per_tile = _hot_tile_bytes(problem.hidden_size, num_hot, problem.input.dtype, tile, copies=self.copies_input)
         tiles = cdiv(problem.num_tokens, tile.rows)
@@ -1052,7 +768,7 @@ class _Backward:
                 self.active, self.input_grad, slot_grads, selection.budget, *place, problem.hidden_size,
                 *problem.input.stride(), *problem.weight.stride(), *scalars,
                 HAS_SMOOTHING=smoothed is not None, HAS_HOT=has_hot, WRITE=self.input_grad is not None,
-                KEEP=self.columns, MAIN=width.main, REST=width.rest, EVEN=width.fills(problem.hidden_size),
+                KEEP=self.wants_columns, MAIN=width.main, REST=width.rest, EVEN=width.fills(problem.hidden_size),
                 UNIT=width.unit, AT_ONCE=width.at_once, STAGES=INPUT_GRAD_STAGES, num_warps=width.warps,
                 **flags,
             )  # fmt: skip
@@ -1074,31 +790,12 @@ class _Backward:
 
     # -- grad C
 
-    def _transpose(self, slots: int) -> tuple[Tensor, Tensor]:
-        """Where each row's slots begin, ``[V + 1]``, and all slots by row, ascending within a row."""
-        selection = self.selection
-        dtype = torch.int32 if slots < 2**31 else torch.int64
-        counts = torch.zeros(self.problem.num_rows + 1, dtype=dtype, device=self.target.device)
-        arrivals = selection.rows.new_empty(slots, dtype=dtype)
-        placed = lent_memory(self.request.weight, slots, dtype)
-        if placed is None:
-            placed = selection.rows.new_empty(slots, dtype=dtype)
-        lists = (self.target, selection.cold, selection.rows, selection.found, self.active)
-        size = 16 if INTERPRETED else SLOTS_AT_ONCE
-        grid = (self.problem.num_tokens,)
-        _arrive_kernel[grid](*lists, counts, arrivals, selection.budget, SIZE=size, num_warps=4)
-        starts = counts.cumsum_(0)
-        _place_kernel[grid](*lists, starts, arrivals, placed, selection.budget, SIZE=size, num_warps=4)
-        # The numbers of arrival are spent.
-        size = 16 if INTERPRETED else ORDER_SLOTS
-        _order_kernel[(cdiv(slots, size),)](
-            self.target, selection.rows, selection.found, starts, placed, arrivals,
-            selection.budget, self.problem.num_rows, SIZE=size, AT_ONCE=ORDER_AT_ONCE, num_warps=4,
-        )  # fmt: skip
-        return starts, arrivals
+    def _transpose(self) -> Columns:
+        lent = lent_memory(self.request.weight, self.slots, slot_dtype(self.slots))
+        return transpose(self.selection, self.target, self.active, self.problem.num_rows, lent)
 
-    def _weight_grad(self, hot: _HotPart | None, slot_grads: Tensor, starts: Tensor, ordered: Tensor) -> Tensor | None:
-        problem, request = self.problem, self.request
+    def _weight_grad(self, hot: _HotPart | None, slot_grads: Tensor, columns: Columns) -> Tensor | None:
+        problem, request, selection = self.problem, self.request, self.selection
         bias_grad = problem.weight.new_empty(problem.num_rows, dtype=torch.float32) if request.bias else None
         smoothed = total = None
         if self.smoothing is not None:
@@ -1106,21 +803,36 @@ class _Backward:
                 smoothed = weighted_sum(problem.input, self.smoothing, self.active)
             total = torch.where(self.active, self.smoothing, 0.0).sum()
         buffer = None if request.weight is None else request.weight.buffer
-        block = min(next_power_of_2(problem.hidden_size), COLUMN_BLOCK)
+        block = min(next_power_of_2(problem.hidden_size), column_sums.BLOCK)
         blocks = 1 if buffer is None else cdiv(problem.hidden_size, block)
-        slots_per_token = self.selection.budget + 1
-        divisor = _Divisor.of(slots_per_token)
-        _weight_grad_kernel[(cdiv(problem.num_rows, COLUMN_ROWS) * blocks,)](
-            problem.input, starts, ordered, slot_grads,
-            self.plan.hot_place,
+        divisor = column_sums.Divisor.of(selection.budget + 1)
+        entries = (problem.input, columns.starts, columns.slots, slot_grads)
+        results = (self.smoothing_weight, smoothed, total, buffer, bias_grad)
+        sizes = (problem.hidden_size, problem.num_rows, blocks, selection.budget + 1, divisor.factor, divisor.shift)
+        strides = (*problem.input.stride(), 0 if buffer is None else buffer.stride(0))
+        flags = {
+            "HAS_SMOOTHING": self.smoothing is not None,
+            "ACCUMULATE": request.weight is not None and request.weight.accumulate,
+            "WRITE": buffer is not None,
+            "BIAS": bias_grad is not None,
+            "WIDE": columns.slots.dtype == torch.int64,
+            "EVEN": problem.hidden_size % block == 0,
+            "BLOCK": block,
+            "LONG": column_sums.LONG,
+        }
+        if problem.num_tokens >= column_sums.LONG:
+            column_sums.long_weight_grad_kernel[(cdiv(self.slots, column_sums.LONG) * blocks,)](
+                self.target, selection.rows, selection.found, *entries, *results, *sizes, *strides, problem.logit_scale,
+                AT_ONCE=column_sums.LONG_AT_ONCE, STAGES=column_sums.LONG_STAGES, num_warps=column_sums.LONG_WARPS,
+                **flags,
+            )  # fmt: skip
+        groups = cdiv(problem.num_rows, column_sums.ROWS * column_sums.STRIDE) * column_sums.STRIDE
+        column_sums.weight_grad_kernel[(groups * blocks,)](
+            *entries, self.plan.hot_place,
             None if hot is None else hot.weight_grad,
             None if hot is None else hot.bias_grad,
-            self.smoothing_weight, smoothed, total, buffer, bias_grad,
-            problem.hidden_size, problem.num_rows, blocks, slots_per_token, divisor.factor, divisor.shift,
-            *problem.input.stride(), 0 if buffer is None else buffer.stride(0), problem.logit_scale,
-            HAS_HOT=hot is not None, HAS_SMOOTHING=self.smoothing is not None,
-            ACCUMULATE=request.weight is not None and request.weight.accumulate,
-            WRITE=buffer is not None, BIAS=bias_grad is not None, WIDE=ordered.dtype == torch.int64,
-            EVEN=problem.hidden_size % block == 0, BLOCK=block, ROWS=COLUMN_ROWS, MANY=COLUMN_MANY, num_warps=1,
+            *results, *sizes, *strides, problem.logit_scale,
+            HAS_HOT=hot is not None, ROWS=column_sums.ROWS, MANY=column_sums.MANY, STRIDE=column_sums.STRIDE,
+            num_warps=1, **flags,
         )  # fmt: skip
         return bias_grad

@@ -40,11 +40,12 @@ from .logits import LOG2E, LogitOperands, finish_logits, grouped_tile, row_produ
 from .tiles import FEWEST_COLS, INTERPRETED, Tile, cdiv, extreme_tile, next_power_of_2
 from .workspace import ALLOCATION, FP32_BYTES, allocated, held, workspace_too_small
 
-CHUNK_BYTES = 48 * 2**20
+CHUNK_BYTES = 54 * 2**20
 """Default size of the bitmap and the partials together: beyond it, tokens are taken in chunks."""
 WORD_BITS: tl.constexpr = tl.constexpr(sampling.WORD_BITS)
-LIST_WORDS, LIST_WARPS = 512, 1
-"""Most words of a bitmap that a program reads at once. Few bits are set: what counts is to see that soon."""
+LIST_WORDS, COUNT_WORDS, LIST_WARPS = 512, 2048, 1
+"""Words of a bitmap that a program lists at once, at most, and that it counts at once if there are more. Few bits are
+set: what counts is to see that soon."""
 PREPARE_SIZE = 1024
 
 GOLDEN = tl.constexpr(sampling.GOLDEN)
@@ -338,6 +339,17 @@ def _write_rows(p_rows, b_word, b_counts, first_row, done, count, size, phase, S
         b_place += 1
 
 
+@triton.jit
+def _count_bits(bitmap, n, num_units, units_per_token, UNIT: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A token's bits, summed to SIZE numbers. Lengths in units tell the compiler how much one instruction may read."""
+    o = tl.arange(0, SIZE)
+    b_total = tl.zeros((SIZE,), dtype=tl.int32)
+    for w in range(0, num_units * UNIT, SIZE):
+        b_word = tl.load(bitmap + n * (units_per_token * UNIT) + w + o, mask=w + o < num_units * UNIT, other=0)
+        b_total += popcount(b_word.to(tl.uint32, bitcast=True))
+    return b_total
+
+
 @triton.jit(do_not_specialize=["words_per_token", "budget"])
 def _list_kernel(  # type: ignore[no-untyped-def]
     bitmap,
@@ -350,35 +362,42 @@ def _list_kernel(  # type: ignore[no-untyped-def]
     WHOLE: tl.constexpr,
     WIDE: tl.constexpr,
     SIZE: tl.constexpr,
+    COUNT_SIZE: tl.constexpr,
+    UNIT: tl.constexpr,
 ):
-    """One token's bits, counted and then written out as rows of C; read once if they are at most SIZE words."""
+    """One token's bits, counted and then written out as rows of C; read once if WHOLE, being at most SIZE words.
+
+    UNIT divides the number of words.
+    """
     n = tl.program_id(0).to(tl.int64)
     p_words = bitmap + n * words_per_token
     p_rows = rows + n * budget
     o = tl.arange(0, SIZE)
     num_words = tl.where(tl.load(active + n) != 0, words_per_token, 0)
-    b_word = tl.load(p_words + o, mask=o < num_words, other=0).to(tl.uint32, bitcast=True)
-    b_counts = popcount(b_word)
-    b_total = b_counts
-    if not WHOLE:
-        for w in range(SIZE, num_words, SIZE):
-            b_more = tl.load(p_words + w + o, mask=w + o < num_words, other=0)
-            b_total += popcount(b_more.to(tl.uint32, bitcast=True))
+    b_word = tl.load(p_words + o, mask=o < num_words, other=0)
+    if WHOLE:
+        b_total = popcount(b_word.to(tl.uint32, bitcast=True))
+    else:
+        b_total = _count_bits(bitmap, n, num_words // UNIT, words_per_token // UNIT, UNIT, COUNT_SIZE)
     count = tl.sum(b_total, 0)
     tl.store(found + n, count)
     size = tl.minimum(count, budget)
     phase = mix(tl.load(token_hashes + n).to(tl.uint32, bitcast=True) + PHASE_SALT).to(tl.int64) * count >> 32
     if not WIDE:
         phase = phase.to(tl.int32)
-    _write_rows(p_rows, b_word, b_counts, 0, 0, count, size, phase, SIZE)
-    if not WHOLE:
-        done = tl.sum(b_counts, 0)
-        for w in range(SIZE, num_words, SIZE):
-            b_word = tl.load(p_words + w + o, mask=w + o < num_words, other=0).to(tl.uint32, bitcast=True)
-            b_counts = popcount(b_word)
+    if WHOLE:
+        b_bits = b_word.to(tl.uint32, bitcast=True)
+        _write_rows(p_rows, b_bits, b_total, 0, 0, count, size, phase, SIZE)
+    else:
+        done = tl.zeros((), dtype=tl.int32)
+        for w in range(0, num_words, SIZE):
+            b_bits = b_word.to(tl.uint32, bitcast=True)
+            # The next ones are asked for before these are written.
+            b_word = tl.load(p_words + w + SIZE + o, mask=w + SIZE + o < num_words, other=0)
+            b_counts = popcount(b_bits)
             here = tl.sum(b_counts, 0)
             if here > 0:
-                _write_rows(p_rows, b_word, b_counts, w * WORD_BITS, done, count, size, phase, SIZE)
+                _write_rows(p_rows, b_bits, b_counts, w * WORD_BITS, done, count, size, phase, SIZE)
             done += here
 
 
@@ -446,7 +465,7 @@ def select(
             bitmap, token_hashes[start:stop], active[start:stop],
             selection.found[start:stop], selection.rows[start:stop], words, budget,
             WHOLE=words <= list_words, WIDE=num_rows * budget >= 2**31,
-            SIZE=list_words, num_warps=LIST_WARPS,
+            SIZE=list_words, COUNT_SIZE=COUNT_WORDS, UNIT=math.gcd(words, 4), num_warps=LIST_WARPS,
         )  # fmt: skip
     return results, selection
 

@@ -65,16 +65,15 @@ def parts(loss: SampledLoss) -> dict[str, Callable[[], object]]:
     partials, selection = loss.select()
     grad = loss.logit_grad(partials)
     backward = sampled._Backward(loss.problem, loss.plan, selection, grad, loss.request, True, None)
-    slots = loss.problem.num_tokens * (selection.budget + 1)
-    slot_grads = torch.empty(slots, device=loss.problem.input.device)
+    slot_grads = torch.empty(backward.slots, device=loss.problem.input.device)
     hot = backward._hot_part()
     backward._entry_pass(slot_grads, has_hot=True)
-    starts, ordered = backward._transpose(slots)
+    columns = backward._transpose()
     return {
         "hot": captured(backward._hot_part),
         "grad_E": captured(lambda: backward._entry_pass(slot_grads, has_hot=True)),
-        "transpose": captured(lambda: backward._transpose(slots)),
-        "grad_C": captured(lambda: backward._weight_grad(hot, slot_grads, starts, ordered)),
+        "transpose": captured(backward._transpose),
+        "grad_C": captured(lambda: backward._weight_grad(hot, slot_grads, columns)),
     }
 
 

@@ -26,9 +26,9 @@ PARTS = (
     ("logits and decisions", ("_prepare", "_select", "select_", "_partials", "_reduce_kernel", "_fold")),
     ("lists", ("_list",)),
     ("hot rows", ("_hot", "gemm", "nvjet", "cutlass", "cublas", "product")),
-    ("∇E", ("_input_grad", "_long")),
-    ("transpose", ("_arrive", "_place", "_order")),
-    ("∇C", ("_weight_grad",)),
+    ("∇E", ("_input_grad", "_long_")),
+    ("transpose", ("_arrive", "_place", "_prefix", "_order")),
+    ("∇C", ("weight_grad",)),
     ("other", ("",)),
 )
 """Which part of a step a kernel belongs to: the first that holds a piece of its name."""

@@ -160,7 +160,7 @@ def sampled(shape: Shape) -> int:
     """The largest of the steps, as the launchers allocate them: anchor, forward pass with lists, gradients."""
     problem, operands = _as_launched(shape)
     from cce_tp.kernels import sampled as backward
-    from cce_tp.kernels import select_entries
+    from cce_tp.kernels import select_entries, transpose
     from cce_tp.options import Sampled
 
     mode, size, tile = Sampled(eps=shape.eps), shape.dtype.itemsize, operands.tile
@@ -177,9 +177,10 @@ def sampled(shape: Shape) -> int:
     slots = shape.tokens * (budget + 1)
     number = FP32 if slots < 2**31 else INT64
     lent = slots * number <= shape.rows * shape.hidden * size  # one of the lists lies in the gradient of C
-    transpose = slots * (FP32 + (1 if lent else 2) * number) + shape.rows * number
+    transposed = slots * (FP32 + number) + shape.rows * number
+    transposed += transpose.way_bytes(shape.tokens, slots) - (slots * number if lent else 0)
     hot_part = gathered + kept_of_hot + logit_grads
-    backward_pass = shape.gradients + lists + max(hot_part, kept_of_hot + transpose)
+    backward_pass = shape.gradients + lists + max(hot_part, kept_of_hot + transposed)
     return max(_anchor(shape, tile, hot), lists + select, backward_pass)
 
 

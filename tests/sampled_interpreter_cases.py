@@ -24,6 +24,7 @@ from sampled_problem import (
     compare,
     compare_anchor,
     compare_anchor_rows,
+    compare_transposed,
     draw_targets,
     kept_entries,
     run_sampled,
@@ -34,7 +35,16 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from selection import some_of
 
-from cce_tp.kernels import anchor, sampled, sampled_reference, sampling, select_entries, tiles
+from cce_tp.kernels import (
+    anchor,
+    column_sums,
+    sampled,
+    sampled_reference,
+    sampling,
+    select_entries,
+    tiles,
+    transpose,
+)  # fmt: skip
 from cce_tp.kernels.interface import GradientRequest, TokenPiece, WeightGradBuffer
 
 NAN = float("nan")
@@ -318,7 +328,7 @@ def test_sums_stay_within_the_products() -> None:
 @pytest.mark.parametrize("divisor", [2, 3, 9, 385, 512, 65535, 2**30 + 1, 2**31 - 1])
 def test_division_by_multiplication(divisor: int) -> None:
     """Right up to 2^31, and where the quotient changes."""
-    by = sampled._Divisor.of(divisor)
+    by = column_sums.Divisor.of(divisor)
     most = (2**31 - 1) // divisor
     edges = {n + d for n in (0, divisor, 2 * divisor, most // 2 * divisor, most * divisor) for d in (-1, 0, 1)}
     numbers = [n for n in edges | set(random.Random(divisor).choices(range(2**31), k=200)) if 0 <= n < 2**31]
@@ -343,6 +353,13 @@ def test_long_columns() -> None:
     case = replace(case, plan=replace(case.plan, anchor=case.plan.anchor - 50))
     compare(case, TOLERANCE)
     assert kept_entries(case) == [[0, 1, 2] if active else [] for active in case.plan.active.tolist()]
+
+
+@pytest.mark.parametrize(("tokens", "num_rows", "budget"), [(15, 20, 5), (43, 70, 9), (70, 40, 20)])
+def test_transposition(tokens: int, num_rows: int, budget: int) -> None:
+    """Columns that are never long, and such as are ordered by bits."""
+    longest = compare_transposed(tokens, num_rows, budget)
+    assert (longest >= transpose.long_column(tokens)) == (tokens > 15)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from local_problem import Gradients, LocalSpec, late_input, logits, make, make_logit_gradient, relative_error
 from torch import Tensor
 
-from cce_tp.kernels import anchor, sampled_reference, sampling, select_entries
+from cce_tp.kernels import anchor, sampled_reference, sampling, select_entries, transpose
 from cce_tp.kernels.interface import (
     GradientRequest,
     LocalProblem,
@@ -230,3 +231,50 @@ def compare_anchor_rows(target: Tensor, active: Tensor, ids: sampling.RowIds, re
         got, right = getattr(ours, name), getattr(twin, name)
         assert got.dtype == right.dtype
         assert torch.equal(got, right), name
+
+
+def random_lists(tokens: int, num_rows: int, budget: int, device: str = "cpu") -> tuple[Selection, Tensor, Tensor]:
+    """Lists in which some rows are everywhere, others with half or few of the tokens, and most nowhere.
+
+    Some lists are full, and found more than they hold; some tokens have no gradient, and most a target that is cold.
+
+    Returns:
+        Lists, targets, and which tokens are active.
+    """
+    generator = torch.Generator(device).manual_seed(tokens)
+    likely = torch.rand(num_rows, device=device, generator=generator) ** 8
+    likely[::7] = 1.0
+    kept = torch.rand(tokens, num_rows, device=device, generator=generator) < likely
+    cold = torch.rand(num_rows, device=device, generator=generator) < 0.9
+    target = torch.randint(-1, num_rows, (tokens,), device=device, generator=generator)
+    kept &= cold & (torch.arange(num_rows, device=device) != target[:, None])
+    place = kept.cumsum(1) - 1
+    kept &= place < budget
+    rows = torch.full((tokens, budget), -7, dtype=torch.int32, device=device)
+    token, row = kept.nonzero(as_tuple=True)
+    rows[token, place[token, row]] = row.int()
+    found = kept.sum(1, dtype=torch.int32)
+    found += (found == budget).int() * 3
+    bits = torch.zeros(-(-num_rows // 32) * 32, dtype=torch.int64, device=device)
+    bits[:num_rows] = cold
+    words = (bits.view(-1, 32) << torch.arange(32, device=device)).sum(1).int()
+    active = torch.rand(tokens, device=device, generator=generator) < 0.9
+    return Selection(rows, found, words), target, active
+
+
+def compare_transposed(tokens: int, num_rows: int, budget: int, device: str = "cpu") -> int:
+    """Columns must hold their slots in ascending order; returns the entries of the longest."""
+    selection, target, active = random_lists(tokens, num_rows, budget, device)
+    columns: list[list[int]] = [[] for _ in range(num_rows)]
+    cold = [selection.cold[v // 32].item() >> v % 32 & 1 for v in range(num_rows)]
+    for n, listed in enumerate(lists(selection)):
+        if active[n]:
+            own = [int(target[n])] if target[n] >= 0 and cold[int(target[n])] else []
+            for place, row in enumerate(listed + own):
+                columns[row].append(n * (budget + 1) + place)
+    lent = torch.full((tokens * (budget + 1),), -1, dtype=torch.int32, device=device)
+    found = transpose.transpose(selection, target, active, num_rows, lent)
+    starts = found.starts.tolist()
+    slots = found.slots.tolist()
+    assert [slots[begin:end] for begin, end in itertools.pairwise(starts)] == columns
+    return max(len(column) for column in columns)

@@ -122,7 +122,7 @@ def test_prediction() -> None:
 
 def _trace() -> list[dict[str, Any]]:
     names = ["ampere_gemm", "at::cuda::spin_kernel", "_select_kernel", "_input_grad_kernel", "ncclDevKernel_AllReduce"]
-    names += ["_arrive_kernel", "_weight_grad_kernel", "fill"]
+    names += ["_arrive_kernel", "weight_grad_kernel", "fill"]
     kernels = [{"cat": "kernel", "name": name, "ts": 1000.0 * i, "dur": 900.0} for i, name in enumerate(names)]
     return [*reversed(kernels), {"cat": "cpu_op", "name": "nothing", "ts": 5000.0, "dur": 1.0}, {"name": "meta"}]
 

@@ -15,7 +15,9 @@ from sampled_problem import (
     compare,
     compare_anchor,
     compare_anchor_rows,
+    compare_transposed,
     draw_targets,
+    kept_entries,
     run_sampled,
 )
 from torch import Tensor
@@ -24,7 +26,7 @@ from cce_tp.kernels.interface import GradientRequest, WeightGradBuffer
 
 pytest.importorskip("triton")
 
-from cce_tp.kernels import anchor, hopper, sampled, sampling, select_entries
+from cce_tp.kernels import anchor, column_sums, hopper, sampled, sampling, select_entries, transpose
 from cce_tp.kernels.logits import LogitOperands
 
 pytestmark = pytest.mark.gpu
@@ -116,6 +118,28 @@ def test_anchor_rows(tokens: int, reference_rows: int, ids: tuple[int, int, int,
     target, active = draw_targets(tokens, ids[0], "cuda")
     compare_anchor_rows(target, active, sampling.RowIds(*ids), reference_rows)
     compare_anchor_rows(torch.full_like(target, 7), active, sampling.RowIds(*ids), reference_rows)
+
+
+@pytest.mark.parametrize(("tokens", "num_rows", "budget"), [(1000, 700, 40), (5003, 333, 60)])
+def test_transposition(tokens: int, num_rows: int, budget: int) -> None:
+    """Columns that are never long, and such as are ordered by bits."""
+    longest = compare_transposed(tokens, num_rows, budget, "cuda")
+    assert (longest >= transpose.long_column(tokens)) == (tokens > 1000)
+
+
+def test_long_columns() -> None:
+    """Rows of C that many tokens keep, whose sums have programs of their own; and such as few keep."""
+    case = SampledCase.make(
+        LocalSpec(tokens=3000, hidden=520, rows=300, dtype=torch.bfloat16), "cuda", hot=[3], budget=300
+    )
+    bias = torch.linspace(-3.0, 5.0, 300, device="cuda").bfloat16()
+    case = replace(case, problem=replace(case.problem, bias=bias))
+    lengths = torch.zeros(300, dtype=torch.int64)
+    for kept in kept_entries(case):
+        lengths[kept] += 1
+    assert (lengths >= column_sums.LONG).any()
+    assert ((lengths > 0) & (lengths < column_sums.LONG)).any()
+    compare(case, TOLERANCES[torch.bfloat16])
 
 
 def test_anchor_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:

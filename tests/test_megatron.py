@@ -1312,13 +1312,14 @@ def test_example_runs_from_the_command_line_without_a_gpu(
         np.save(tmp_path / f"x.{part}.npy", generator.integers(0, 99, 2000, dtype=np.int32))
     (tmp_path / "x.json").write_text('{"vocab_size": 99}')
     script = [str(Path(shims.__file__).with_name("megatron_on_cpu.py")), str(EXAMPLES / "pretrain_megatron.py")]
-    options = ["--preset", "tiny", "--steps", "2", "--batch", "2", "--backward", "sampled", "--eps", "0.01"]
+    options = ["--preset", "tiny", "--steps", "2", "--batch", "2", "--backward", "sampled"]
+    options += ["--eps", "0.01", "--reference-rows", "50"]
     paths = ["--tokens", str(tmp_path), "--out", str(tmp_path / "run")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *script, *options, *paths]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stderr
-    assert "cce sampled, eps 0.01" in done.stdout
+    assert "cce sampled, eps 0.01, 50 reference rows" in done.stdout
     refused = subprocess.run(
         [*command, "--overwrite", "--vocab-size", "98"], env=environment, capture_output=True, text=True, timeout=150
     )
