@@ -59,7 +59,7 @@ from .logits import (
 )
 from .matmul import product
 from .select_entries import Selection
-from .tiles import Tile, cdiv, extreme_tile, next_power_of_2
+from .tiles import INTERPRETED, Tile, cdiv, extreme_tile, next_power_of_2
 from .transpose import Columns, result_bytes, slot_dtype, transpose, way_bytes
 from .workspace import ALLOCATION, FP32_BYTES, allocated, workspace_too_small
 
@@ -75,6 +75,8 @@ MOST_OF_TWO_ROWS = 1280
 """Elements of a row, a warp, of which two rows at once still fit."""
 INPUT_GRAD_STAGES = 3
 """One stage for the row numbers, one for the rows of C, one to compute."""
+LONG_LIST = 4 if INTERPRETED else 64
+"""Entries from which on a token is begun early."""
 ROWS_BYTES = 48 * 2**10
 """Shared memory that rows on their way may take, if there are two at once: any device has it."""
 SMALLEST_PROBABILITY = tl.constexpr(2.0**-23)
@@ -214,10 +216,17 @@ def _input_grad_kernel(  # type: ignore[no-untyped-def]
     UNIT: tl.constexpr,
     AT_ONCE: tl.constexpr,
     STAGES: tl.constexpr,
+    LONG_LIST: tl.constexpr,
 ):
-    """One token whose row lies in registers: dot products and sums in one pass over its rows of C."""
-    n = _token(tl.program_id(0), first, length, stride)
-    row = (first_row + tl.program_id(0)).to(tl.int64)
+    """One token whose row lies in registers: dot products and sums in one pass over its rows of C.
+
+    Half of the programs take the tokens with long lists, and the other half, which begins later, the others: all would
+    wait for a long list that is begun last.
+    """
+    half = tl.num_programs(0) // 2
+    place = tl.program_id(0) % half
+    n = _token(place, first, length, stride)
+    row = (first_row + place).to(tl.int64)
     # What lies beyond the row, if anything does, is in its last part.
     CUT: tl.constexpr = REST == 0 and not EVEN
     o_d = tl.arange(0, MAIN)
@@ -238,12 +247,14 @@ def _input_grad_kernel(  # type: ignore[no-untyped-def]
     s_prob = tl.load(prob + n)
     s_target = tl.load(target_factor + n)
     s_anchor = tl.load(anchor + n)
-    if not is_active:
-        if WRITE:
+    # Both are known before any work: a program that has none is gone soon.
+    is_mine = (tl.where(is_active, count, 0) >= LONG_LIST) == (tl.program_id(0) < half)
+    if WRITE:  # noqa: SIM102
+        if is_mine & (is_active == 0):
             tl.store(p_out, tl.zeros((MAIN,), dtype=tl.float32).to(out.dtype.element_ty), mask=m_d)
             if REST > 0:
                 tl.store(p_out_r, tl.zeros((REST,), dtype=tl.float32).to(out.dtype.element_ty), mask=m_r)
-    else:
+    if is_mine & (is_active != 0):
         size = tl.minimum(count, budget)
         factor = count.to(tl.float32) / tl.maximum(size, 1).to(tl.float32)
         has_target = has_cold_target(b_target, cold)
@@ -253,8 +264,8 @@ def _input_grad_kernel(  # type: ignore[no-untyped-def]
             b_e_r = read(input + n * input_stride_n + o_r.to(tl.int64) * input_stride_d, m_r, not EVEN)
             b_acc_r = tl.zeros((REST,), dtype=tl.float32)
 
-        for place in tl.range(0, size + has_target, AT_ONCE, num_stages=STAGES):
-            o = place + tl.arange(0, AT_ONCE)
+        for entry in tl.range(0, size + has_target, AT_ONCE, num_stages=STAGES):
+            o = entry + tl.arange(0, AT_ONCE)
             b_row, m_entry, m_target = entries_or_last(o, rows, n, size, b_target, has_target, budget)
             p_row = weight + b_row.to(tl.int64) * weight_stride_v
             b_c = read(p_row[:, None] + o_d.to(tl.int64)[None, :] * weight_stride_d, m_d[None, :], CUT)
@@ -703,16 +714,18 @@ class _Backward:
             fixed = _hot_bytes(problem.hidden_size, num_hot, problem.input.dtype)
             fixed += result_bytes(self.slots, problem.num_rows)
             budget = min(budget, problem.workspace - fixed - ALLOCATION)
-        per_tile = _hot_tile_bytes(problem.hidden_size, num_hot, problem.input.dtype, tile, copies=self.copies_input)
         tiles = cdiv(problem.num_tokens, tile.rows)
-        most = max(1, budget // per_tile)
+        shape = (problem.hidden_size, num_hot, problem.input.dtype, tile)
+        if tiles * _hot_tile_bytes(*shape, copies=not self.lends_input_grad) <= budget:
+            return problem.num_tokens
+        copies = not self.lends_input_grad or any(piece.runs > 1 for piece in self.pieces)
+        most = max(1, budget // _hot_tile_bytes(*shape, copies=copies))
         return min(cdiv(tiles, cdiv(tiles, most)) * tile.rows, problem.num_tokens)
 
     @property
-    def copies_input(self) -> bool:
-        """Whether a copy of E takes memory of its own."""
-        lends = self.input_grad is not None and self.input_grad.element_size() == self.problem.input.element_size()
-        return not (lends and all(piece.runs == 1 for piece in self.pieces))
+    def lends_input_grad(self) -> bool:
+        """Whether a copy of E can lie in the memory of grad E, as long as that is not written."""
+        return self.input_grad is not None and self.input_grad.element_size() == self.problem.input.element_size()
 
     def _rows_of(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """Tokens from ``start`` to ``stop`` as neighbours also in grad E: first, one behind the last, and first row."""
@@ -729,7 +742,7 @@ class _Backward:
         part = self.problem.input[start:stop]
         # Rows of other tokens may be done already, and with runs these rows can be theirs.
         unused = stop - start == self.problem.num_tokens or all(piece.runs == 1 for piece in self.pieces)
-        if unused and self.input_grad is not None and self.input_grad.element_size() == part.element_size():
+        if unused and self.input_grad is not None and self.lends_input_grad:
             out = self.input_grad[start:stop].view(part.dtype)
         else:
             out = part.new_empty(part.shape)
@@ -763,14 +776,14 @@ class _Backward:
         }
         if problem.hidden_size <= MOST_IN_REGISTERS:
             width = _Width.of(problem.hidden_size, problem.weight.element_size())
-            _input_grad_kernel[(piece.size,)](
+            _input_grad_kernel[(2 * piece.size,)](
                 problem.input, problem.weight, self.bias, *lists, *vectors, self.smoothing, smoothed,
                 self.active, self.input_grad, slot_grads, selection.budget, *place, problem.hidden_size,
                 *problem.input.stride(), *problem.weight.stride(), *scalars,
                 HAS_SMOOTHING=smoothed is not None, HAS_HOT=has_hot, WRITE=self.input_grad is not None,
                 KEEP=self.wants_columns, MAIN=width.main, REST=width.rest, EVEN=width.fills(problem.hidden_size),
-                UNIT=width.unit, AT_ONCE=width.at_once, STAGES=INPUT_GRAD_STAGES, num_warps=width.warps,
-                **flags,
+                UNIT=width.unit, AT_ONCE=width.at_once, STAGES=INPUT_GRAD_STAGES, LONG_LIST=LONG_LIST,
+                num_warps=width.warps, **flags,
             )  # fmt: skip
             return
         if row == 0:  # all tokens' at once

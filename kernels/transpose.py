@@ -24,7 +24,7 @@ from .select_entries import WORD_BITS, Selection, popcount
 from .tiles import INTERPRETED, cdiv, next_power_of_2
 from .workspace import FP32_BYTES, FP64_BYTES, allocated
 
-SLOTS_AT_ONCE = 16 if INTERPRETED else 256
+SLOTS_AT_ONCE, SLOT_WARPS = (16, 1) if INTERPRETED else (256, 4)
 ORDER_SLOTS, ORDER_AT_ONCE, ORDER_WARPS = (16, 16, 1) if INTERPRETED else (64, 32, 2)
 LEAST_LONG, LONG_PART = (16, 4) if INTERPRETED else (1024, 8)
 """A column is long if it has so many entries, and one for every so many tokens: hence no more bits than list places."""
@@ -212,12 +212,21 @@ def transpose(selection: Selection, target: Tensor, active: Tensor, num_rows: in
     _, columns, words = bits.shape
     lists = (target, selection.cold, selection.rows, selection.found, active)
     flags = {"LONG": long_column(num_tokens), "HAS_LONG": columns > 0}
-    _arrive_kernel[(num_tokens,)](*lists, counts, arrivals, selection.budget, SIZE=SLOTS_AT_ONCE, num_warps=4)
+    _arrive_kernel[(num_tokens,)](*lists, counts, arrivals, selection.budget, SIZE=SLOTS_AT_ONCE, num_warps=SLOT_WARPS)
     starts = counts.cumsum_(0)
     if columns > 0:
         bits[0].zero_()
     _place_kernel[(num_tokens,)](
-        *lists, starts, arrivals, placed, bits, selection.budget, words, SIZE=SLOTS_AT_ONCE, num_warps=4, **flags
+        *lists,
+        starts,
+        arrivals,
+        placed,
+        bits,
+        selection.budget,
+        words,
+        SIZE=SLOTS_AT_ONCE,
+        num_warps=SLOT_WARPS,
+        **flags,
     )
     if columns > 0:
         _prefix_kernel[(columns,)](bits, words, columns * words, SIZE=WORDS_AT_ONCE, num_warps=4)
