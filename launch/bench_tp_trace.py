@@ -15,7 +15,8 @@ from .console import pyplot
 
 Work = Callable[[], object]
 
-HEAD_START = 8
+RECORDINGS = 3
+HEAD_START = 24
 """Products before the step, so that the host is ahead of the device when it begins."""
 MARK_CYCLES = 20_000
 SHOWN_MS = 0.5
@@ -61,19 +62,20 @@ def part_of(kernel: str) -> str:
 
 
 def record(step: Work, product: Work, align: Work) -> list[Span]:
-    """What the device did in one step; all ranks have to call this."""
+    """What the device did in one step; all ranks have to call this.
+
+    A process's first recordings keep its host from getting ahead, so the last of a few counts.
+    """
     activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=activities):  # the first one in a process keeps the host from getting ahead
-        step()
+    for _ in range(RECORDINGS):
         torch.cuda.synchronize()
-    with torch.profiler.profile(activities=activities) as profiler:
-        for _ in range(HEAD_START):
-            product()
-        align()
-        torch.cuda._sleep(MARK_CYCLES)
-        step()
-        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=activities) as profiler:
+            for _ in range(HEAD_START):
+                product()
+            align()
+            torch.cuda._sleep(MARK_CYCLES)
+            step()
+            torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
