@@ -5,7 +5,8 @@ long row, with hundreds of times the average's entries, would bound the time: it
 several warps and read ahead. They need no list of such rows: every so many entries, a program looks whether its place
 is the first such one in a long row.
 
-A row's sum is in the order of its slots, whatever else there is; fp32.
+A row's sum depends on its slots alone, whatever else there is: one after another, or in a long row as many sums as
+entries are taken at a time, joined in the end; fp32.
 """
 
 from __future__ import annotations

@@ -2,10 +2,11 @@
 
 1. *Hot rows*, a small exact backward: their rows of C are gathered, G over them is one tile product, and two library
    products make their part of grad E (in the result, rounded there) and of grad C (fp32).
-2. *grad E*, one program a token: it walks the token's list a few entries at a time. Gathering row v of C once gives the
-   logit (an fp32 dot product with the token's row of E), hence the weight, and then adds ``weight * C_v`` in registers.
-   The target's own entry, unless hot, comes last and is exact. Tokens are taken piece by piece where pieces are asked
-   for, in the pieces' order, which is also that of the result's rows. Weights are kept, one a slot, for
+2. *grad E*, one program a token, long lists first: it walks the token's list a few entries at a time. Gathering row v
+   of C once gives the logit (an fp32 dot product with the token's row of E), hence the weight, and then adds
+   ``weight * C_v`` in registers. The target's own entry, unless hot, comes last and is exact. Tokens are taken piece by
+   piece where pieces are asked for, in the pieces' order, which is also that of the result's rows. Weights are kept,
+   one a slot, for
 3. *grad C*: the entries are sorted by row (``transpose``); a list on the way lies in the memory of grad C, unless that
    is added to. Then rows of grad C are summed and written once (``column_sums``), and those that do not occur are set
    to 0; with ``accumulate``, they are not touched.

@@ -464,7 +464,7 @@ def select(
         _list_kernel[(stop - start,)](
             bitmap, token_hashes[start:stop], active[start:stop],
             selection.found[start:stop], selection.rows[start:stop], words, budget,
-            WHOLE=words <= list_words, WIDE=num_rows * budget >= 2**31,
+            WHOLE=words <= list_words, WIDE=num_rows * (budget + 1) >= 2**31,
             SIZE=list_words, COUNT_SIZE=COUNT_WORDS, UNIT=math.gcd(words, 4), num_warps=LIST_WARPS,
         )  # fmt: skip
     return results, selection

@@ -12,6 +12,7 @@ Everything is made of integers, so the result is the same whatever the atomics d
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -27,8 +28,9 @@ from .workspace import FP32_BYTES, FP64_BYTES, allocated
 SLOTS_AT_ONCE, SLOT_WARPS = (16, 1) if INTERPRETED else (256, 4)
 ORDER_SLOTS, ORDER_AT_ONCE, ORDER_WARPS = (16, 16, 1) if INTERPRETED else (64, 32, 2)
 LEAST_LONG, LONG_PART = (16, 4) if INTERPRETED else (1024, 8)
-"""A column is long if it has so many entries, and one for every so many tokens: hence no more bits than list places."""
-WORDS_AT_ONCE = 1024
+"""A column is long if it has so many entries, and one for every so many tokens: hence bits and their sums take no more
+than half a list."""
+WORDS_AT_ONCE = 2 if INTERPRETED else 1024
 
 
 def long_column(num_tokens: int) -> int:
@@ -57,15 +59,20 @@ def result_bytes(slots: int, num_rows: int) -> int:
 
 
 def way_bytes(num_tokens: int, slots: int) -> int:
-    """Besides the result, where nothing is lent."""
-    two, columns, words = _bits_shape(num_tokens, slots)
-    return allocated(slots * number_bytes(slots), two * columns * words * FP32_BYTES)
+    """Most that is allocated besides the result, for as many tokens or fewer, where nothing is lent.
+
+    There are half as many bits as soon as a column has to be twice as long: then what they were before counts.
+    """
+    edge = LONG_PART << max(0, (num_tokens // LONG_PART).bit_length() - 1)
+    per_token = slots // max(1, num_tokens)
+    shapes = (_bits_shape(tokens, tokens * per_token) for tokens in {num_tokens, min(edge, num_tokens)})
+    return allocated(slots * number_bytes(slots), max(math.prod(shape) for shape in shapes) * FP32_BYTES)
 
 
 def _bits_shape(num_tokens: int, slots: int) -> tuple[int, int, int]:
     """A bit a token for each long column, and how many are set before each word: ``[2, columns, words]``.
 
-    A long column's number is that of the first place in it that is a multiple of the least length of such columns.
+    A long column's number is its first place over the least length of such columns: two begin at least so far apart.
     """
     least = long_column(num_tokens)
     if num_tokens < least:
@@ -90,12 +97,6 @@ def _arrive_kernel(  # type: ignore[no-untyped-def]
             tl.store(arrivals + n * (budget + 1) + o, b_arrival, mask=m_entry)
 
 
-@triton.jit
-def _long_number(begin, LONG: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A long column's number, from where it begins."""
-    return (begin // LONG + (begin % LONG > 0).to(tl.int32)).to(tl.int64)
-
-
 @triton.jit(do_not_specialize=["budget", "words"])
 def _place_kernel(  # type: ignore[no-untyped-def]
     target, cold, rows, found, active, starts, arrivals, placed, bits, budget, words,
@@ -116,7 +117,7 @@ def _place_kernel(  # type: ignore[no-untyped-def]
             tl.store(placed + b_place, b_slot.to(placed.dtype.element_ty), mask=m_entry)
             if HAS_LONG:
                 m_long = m_entry & (tl.load(starts + b_row + 1, mask=m_entry, other=0) - b_begin >= LONG)
-                p_bits = bits + _long_number(b_begin, LONG) * words + n // WORD_BITS
+                p_bits = bits + (b_begin // LONG).to(tl.int64) * words + n // WORD_BITS
                 bit = (1 << (n % WORD_BITS)).to(tl.int32)
                 tl.atomic_or(p_bits, tl.zeros((SIZE,), dtype=tl.int32) + bit, mask=m_long, sem="relaxed")
 
@@ -136,7 +137,7 @@ def _prefix_kernel(bits, words, size, SIZE: tl.constexpr):  # type: ignore[no-un
 @triton.jit
 def _bits_before(bits, number, token, m, words, size):  # type: ignore[no-untyped-def]
     """How many smaller tokens have their bits set in some long columns."""
-    p_word = bits + number * words + token // WORD_BITS
+    p_word = bits + number.to(tl.int64) * words + token // WORD_BITS
     b_word = tl.load(p_word, mask=m, other=0) & ((1 << (token % WORD_BITS).to(tl.int32)) - 1)
     return tl.load(p_word + size, mask=m, other=0) + popcount(b_word.to(tl.uint32, bitcast=True))
 
@@ -190,7 +191,7 @@ def _order_kernel(  # type: ignore[no-untyped-def]
         b_rank += tl.where(b_row == s_first, b_before, 0) + tl.where(b_row == s_last, b_behind, 0)
         if HAS_LONG:
             m_long = m & (tl.load(starts + b_row + 1, mask=m, other=0) - b_begin >= LONG)
-            b_bits = _bits_before(bits, _long_number(b_begin, LONG), b_token, m_long, words, size)
+            b_bits = _bits_before(bits, b_begin // LONG, b_token, m_long, words, size)
             b_rank = tl.where(m_long, b_bits, b_rank)
         tl.store(ordered + b_begin + b_rank, b_slot, mask=m)
 

@@ -362,6 +362,16 @@ def test_transposition(tokens: int, num_rows: int, budget: int) -> None:
     assert (longest >= transpose.long_column(tokens)) == (tokens > 15)
 
 
+def test_slots_beyond_int32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their numbers are int64: in the transposition, with bits and without, and in sums of long rows and others."""
+    for module in (sampled, transpose):
+        monkeypatch.setattr(module, "slot_dtype", lambda slots: torch.int64)
+    case = SampledCase.make(small(tokens=50, rows=70), budget=70)
+    kept = torch.bincount(torch.tensor([row for line in kept_entries(case) for row in line]), minlength=70)
+    assert kept.max() >= column_sums.LONG > kept.min()
+    compare(case, TOLERANCE)
+
+
 @pytest.mark.slow
 def test_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "has_tma", lambda device: True)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
 import torch
 from local_problem import Gradients, LocalSpec, late_input, logits, make, make_logit_gradient, relative_error
 from torch import Tensor
@@ -262,8 +263,30 @@ def random_lists(tokens: int, num_rows: int, budget: int, device: str = "cpu") -
     return Selection(rows, found, words), target, active
 
 
+class ShuffledArrivals:
+    """``transpose``'s first kernel, its numbers dealt anew: from one program after another they would be in order."""
+
+    def __init__(self, columns: list[list[int]]) -> None:
+        self._columns = columns
+        self._kernel = transpose._arrive_kernel
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*arguments: Any, **options: Any) -> None:
+            self._kernel[grid](*arguments, **options)
+            arrivals = arguments[6]
+            for slots in self._columns:
+                assert sorted(arrivals[slots].tolist()) == list(range(len(slots)))
+                arrivals[slots] = torch.randperm(len(slots)).to(arrivals)
+
+        return launch
+
+
 def compare_transposed(tokens: int, num_rows: int, budget: int, device: str = "cpu") -> int:
-    """Columns must hold their slots in ascending order; returns the entries of the longest."""
+    """Columns must hold their slots in ascending order, in whatever order they arrive.
+
+    Returns:
+        How many entries the longest column has.
+    """
     selection, target, active = random_lists(tokens, num_rows, budget, device)
     columns: list[list[int]] = [[] for _ in range(num_rows)]
     cold = [selection.cold[v // 32].item() >> v % 32 & 1 for v in range(num_rows)]
@@ -273,7 +296,9 @@ def compare_transposed(tokens: int, num_rows: int, budget: int, device: str = "c
             for place, row in enumerate(listed + own):
                 columns[row].append(n * (budget + 1) + place)
     lent = torch.full((tokens * (budget + 1),), -1, dtype=torch.int32, device=device)
-    found = transpose.transpose(selection, target, active, num_rows, lent)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transpose, "_arrive_kernel", ShuffledArrivals(columns))
+        found = transpose.transpose(selection, target, active, num_rows, lent)
     starts = found.starts.tolist()
     slots = found.slots.tolist()
     assert [slots[begin:end] for begin, end in itertools.pairwise(starts)] == columns

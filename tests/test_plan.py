@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 from triton.runtime.jit import JITFunction
 
 import cce_tp
-from cce_tp.kernels import anchor, exact, forward, hopper, logits, sampled, sampling, select_entries
+from cce_tp.kernels import anchor, exact, forward, hopper, logits, sampled, sampling, select_entries, transpose
 from cce_tp.kernels.interface import (
     GradientRequest,
     LocalProblem,
@@ -211,6 +211,17 @@ def test_plan_is_what_the_launchers_allocate(
     assert planned(layer) == pytest.approx(allocations.peak, rel=0.02, abs=of_the_loss)
     del results
     assert allocations.live == 0
+
+
+@pytest.mark.parametrize("tokens", [1023, 8192, 16384, 65536])
+def test_more_tokens_never_take_less(tokens: int) -> None:
+    """Where long columns become twice as long, too: what suffices for a batch suffices for a shorter one."""
+    slots = 385
+    for n in range(tokens - 3, tokens + 4):
+        assert transpose.way_bytes(n, n * slots) <= transpose.way_bytes(n + 1, (n + 1) * slots)
+    size = SamplingSize(1024, 384, 256000)
+    least = [TRITON.least_sampled_workspace(n, 2304, 256000, torch.bfloat16, size) for n in (tokens, tokens + 1)]
+    assert least[0] <= least[1]
 
 
 def test_the_largest_micro_batch_just_fits() -> None:
