@@ -348,11 +348,16 @@ def test_rows_fit(hidden: int, itemsize: int) -> None:
 
 
 def test_long_columns() -> None:
-    """A column that every token keeps, over several programs of the transposition."""
+    """Columns that every token keeps, over several programs of the transposition and of grad C, added to once each."""
     case = SampledCase.make(small(tokens=50, rows=3, off_shard=1.1), hot=[])
     case = replace(case, plan=replace(case.plan, anchor=case.plan.anchor - 50))
     compare(case, TOLERANCE)
     assert kept_entries(case) == [[0, 1, 2] if active else [] for active in case.plan.active.tolist()]
+    assert case.plan.active.sum() > 2 * column_sums.LONG
+    before = torch.randn(case.problem.weight.shape, generator=torch.Generator().manual_seed(5))
+    got = run_sampled(select_entries.select, sampled.sampled_gradients, case, buffer=before.clone()).gradients
+    alone = run_sampled(select_entries.select, sampled.sampled_gradients, case).gradients
+    assert relative_error(got.weight, before + alone.weight) < 1e-6
 
 
 @pytest.mark.parametrize(("tokens", "num_rows", "budget"), [(15, 20, 5), (43, 70, 9), (70, 40, 20)])
