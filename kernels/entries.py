@@ -20,6 +20,13 @@ def has_cold_target(target, cold):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def list_of_token(n, target, cold, found, budget):  # type: ignore[no-untyped-def]
+    """How many entries token n's list has, its target, and whether that follows them."""
+    b_target = tl.load(target + n)
+    return tl.minimum(tl.load(found + n), budget), b_target, has_cold_target(b_target, cold)
+
+
+@triton.jit
 def entries(o, rows, n, size, target, has_target, budget):  # type: ignore[no-untyped-def]
     """Rows of C at places ``o`` of token n's list, whose last entry is the target."""
     m_list = o < size

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from . import column_sums
 from .anchor import gather_rows
-from .entries import entries, entries_or_last, has_cold_target, read
+from .entries import entries, entries_or_last, has_cold_target, list_of_token, read
 from .exact import fp16_factors, nothing_to_reduce, select_tokens
 from .interface import (
     GradientRequest,
@@ -394,9 +394,7 @@ def _long_input_grad_kernel(  # type: ignore[no-untyped-def]
     p_out = out + (first_row + place).to(tl.int64) * hidden + o_d
     b_acc = tl.zeros((BLOCK,), dtype=tl.float32)
     if tl.load(active + n):
-        size = tl.minimum(tl.load(found + n), budget)
-        b_target = tl.load(target + n)
-        has_target = has_cold_target(b_target, cold)
+        size, b_target, has_target = list_of_token(n, target, cold, found, budget)
         for start in range(0, size + has_target, AT_ONCE):
             o = start + tl.arange(0, AT_ONCE)
             b_row, m_entry, _ = entries(o, rows, n, size, b_target, has_target, budget)

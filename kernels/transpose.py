@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .entries import entries, has_cold_target, row_of_slot
+from .entries import entries, list_of_token, row_of_slot
 from .select_entries import WORD_BITS, Selection, popcount
 from .tiles import INTERPRETED, cdiv, next_power_of_2
 from .workspace import FP32_BYTES, FP64_BYTES, allocated
@@ -87,9 +87,7 @@ def _arrive_kernel(  # type: ignore[no-untyped-def]
     """Every slot counts itself in at its column, and keeps its number there: unique, in no particular order."""
     n = tl.program_id(0).to(tl.int64)
     if tl.load(active + n):
-        size = tl.minimum(tl.load(found + n), budget)
-        b_target = tl.load(target + n)
-        has_target = has_cold_target(b_target, cold)
+        size, b_target, has_target = list_of_token(n, target, cold, found, budget)
         for first in range(0, size + has_target, SIZE):
             o = first + tl.arange(0, SIZE)
             b_row, m_entry, _ = entries(o, rows, n, size, b_target, has_target, budget)
@@ -105,9 +103,7 @@ def _place_kernel(  # type: ignore[no-untyped-def]
     """Slots go to their columns' places, in the order of arrival; in long columns, tokens set their bits."""
     n = tl.program_id(0).to(tl.int64)
     if tl.load(active + n):
-        size = tl.minimum(tl.load(found + n), budget)
-        b_target = tl.load(target + n)
-        has_target = has_cold_target(b_target, cold)
+        size, b_target, has_target = list_of_token(n, target, cold, found, budget)
         for first in range(0, size + has_target, SIZE):
             o = first + tl.arange(0, SIZE)
             b_row, m_entry, _ = entries(o, rows, n, size, b_target, has_target, budget)
