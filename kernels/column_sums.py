@@ -199,9 +199,7 @@ def weight_grad_kernel(  # type: ignore[no-untyped-def]
         left = others
         begin = tl.load(starts + v)
         end = tl.load(starts + v + 1)
-        b_before = tl.zeros((BLOCK,), dtype=tl.float32)
-        if WRITE:
-            b_before = _before(out, v, o_d, m_d, out_stride_v, ACCUMULATE)
+        b_before = _before(out, v, o_d, m_d, out_stride_v, ACCUMULATE)
         b_acc = tl.zeros((BLOCK,), dtype=tl.float32)
         s_bias = 0.0
         many = begin + (end - begin) // MANY * MANY
@@ -281,9 +279,7 @@ def long_weight_grad_kernel(  # type: ignore[no-untyped-def]
         if (end - begin >= LONG) & (begin + LONG > place):
             o_d = (piece * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
             m_d = o_d < hidden
-            b_before = tl.zeros((BLOCK,), dtype=tl.float32)
-            if WRITE:
-                b_before = _before(out, v, o_d, m_d, out_stride_v, ACCUMULATE)
+            b_before = _before(out, v, o_d, m_d, out_stride_v, ACCUMULATE)
             b_acc = tl.zeros((AT_ONCE, BLOCK), dtype=tl.float32)
             b_bias = tl.zeros((AT_ONCE,), dtype=tl.float32)
             for first in tl.range(begin, end, AT_ONCE, num_stages=STAGES):

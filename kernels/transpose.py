@@ -23,7 +23,7 @@ from torch import Tensor
 from .entries import entries, list_of_token, row_of_slot
 from .select_entries import WORD_BITS, Selection, popcount
 from .tiles import INTERPRETED, cdiv, next_power_of_2
-from .workspace import FP32_BYTES, FP64_BYTES, allocated
+from .workspace import FP32_BYTES, allocated
 
 SLOTS_AT_ONCE, SLOT_WARPS = (16, 1) if INTERPRETED else (256, 4)
 ORDER_SLOTS, ORDER_AT_ONCE, ORDER_WARPS = (16, 16, 1) if INTERPRETED else (64, 32, 2)
@@ -50,12 +50,9 @@ def slot_dtype(slots: int) -> torch.dtype:
     return torch.int32 if slots < 2**31 else torch.int64
 
 
-def number_bytes(slots: int) -> int:
-    return FP32_BYTES if slots < 2**31 else FP64_BYTES
-
-
 def result_bytes(slots: int, num_rows: int) -> int:
-    return allocated(slots * number_bytes(slots), (num_rows + 1) * number_bytes(slots))
+    number = slot_dtype(slots).itemsize
+    return allocated(slots * number, (num_rows + 1) * number)
 
 
 def way_bytes(num_tokens: int, slots: int) -> int:
@@ -66,7 +63,7 @@ def way_bytes(num_tokens: int, slots: int) -> int:
     edge = LONG_PART << max(0, (num_tokens // LONG_PART).bit_length() - 1)
     per_token = slots // max(1, num_tokens)
     shapes = (_bits_shape(tokens, tokens * per_token) for tokens in {num_tokens, min(edge, num_tokens)})
-    return allocated(slots * number_bytes(slots), max(math.prod(shape) for shape in shapes) * FP32_BYTES)
+    return allocated(slots * slot_dtype(slots).itemsize, max(math.prod(shape) for shape in shapes) * FP32_BYTES)
 
 
 def _bits_shape(num_tokens: int, slots: int) -> tuple[int, int, int]:
@@ -214,17 +211,9 @@ def transpose(selection: Selection, target: Tensor, active: Tensor, num_rows: in
     if columns > 0:
         bits[0].zero_()
     _place_kernel[(num_tokens,)](
-        *lists,
-        starts,
-        arrivals,
-        placed,
-        bits,
-        selection.budget,
-        words,
-        SIZE=SLOTS_AT_ONCE,
-        num_warps=SLOT_WARPS,
-        **flags,
-    )
+        *lists, starts, arrivals, placed, bits, selection.budget, words,
+        SIZE=SLOTS_AT_ONCE, num_warps=SLOT_WARPS, **flags,
+    )  # fmt: skip
     if columns > 0:
         _prefix_kernel[(columns,)](bits, words, columns * words, SIZE=WORDS_AT_ONCE, num_warps=4)
     # The numbers of arrival are spent.

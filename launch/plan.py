@@ -175,7 +175,7 @@ def sampled(shape: Shape) -> int:
     gathered = hot * shape.hidden * size
     logit_grads = min(backward.HOT_BYTES, shape.tokens * hot * size)
     slots = shape.tokens * (budget + 1)
-    number = FP32 if slots < 2**31 else INT64
+    number = transpose.slot_dtype(slots).itemsize
     lent = slots * number <= shape.rows * shape.hidden * size  # one of the lists lies in the gradient of C
     transposed = slots * (FP32 + number) + shape.rows * number
     transposed += transpose.way_bytes(shape.tokens, slots) - (slots * number if lent else 0)
