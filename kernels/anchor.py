@@ -31,7 +31,7 @@ from torch import Tensor
 from . import sampling
 from .interface import LocalProblem, SamplingSize
 from .logits import LOG2E, LogitOperands, finish_logits, grouped_tile, row_products
-from .tiles import INTERPRETED, Tile, cdiv, extreme_tile, next_power_of_2
+from .tiles import INTERPRETED, Tile, cdiv, extreme_tile, look_tile, next_power_of_2
 from .workspace import ALLOCATION, FP32_BYTES, FP64_BYTES, allocated, held, workspace_too_small
 
 PRODUCT_BYTES = 48 * 2**20
@@ -40,7 +40,7 @@ COUNT_TOKENS, IDS = 256, 1024
 """Tokens, and ids of the vocabulary, that a program takes when hot rows are chosen."""
 ROW_BLOCK = 1024
 NUM_SUMS = 5
-SUM_TOKENS, SUM_COLS, SUM_BLOCK = 4, 256, 512
+SUM_TOKENS, SUM_COLS, SUM_BLOCK = 8, 128, 512
 SUM_STAGES = tl.constexpr(3)
 ANCHOR_TOKENS = 128
 LARGEST_EXPONENT = tl.constexpr(sampling.LARGEST_EXPONENT * 1.4426950408889634)
@@ -331,7 +331,8 @@ def anchor_sums(problem: LocalProblem, rows: sampling.AnchorRows, *, allow_tma: 
     looked_at = rows.rows
     gathered = replace(problem, weight=gather_rows(problem.weight, looked_at), smoothing_weight=None)
     operands = LogitOperands.prepare(gathered, allow_tma=allow_tma)
-    tile = operands.tile
+    tile = look_tile(problem.input.dtype, num_tokens, problem.hidden_size, operands.tma)
+    operands = replace(operands, tile=tile)
     chunk = _tokens_at_once(problem, operands, rows)
     room = (cdiv(chunk, tile.rows) * tile.rows, cdiv(operands.num_rows, tile.cols) * tile.cols)
     products = torch.empty(room, dtype=torch.float32, device=device)

@@ -147,6 +147,13 @@ def logit_tile(dtype: torch.dtype, num_tokens: int, hidden: int, tma: bool) -> T
     return _HOPPER_16BIT_SHORT if hidden <= SHORT_INNER else _HOPPER_16BIT
 
 
+def look_tile(dtype: torch.dtype, num_tokens: int, hidden: int, tma: bool) -> Tile:
+    """The configuration of the anchor's products: its rows are few, so the last tiles would leave a large tile's
+    multiprocessors idle for long."""
+    tile = logit_tile(dtype, num_tokens, hidden, tma)
+    return _HOPPER_16BIT_FEW_ROWS if tile == _HOPPER_16BIT and _forced is None else tile
+
+
 def extreme_tile(dtype: torch.dtype) -> Tile:
     """The most rows and the most columns that a configuration for ``dtype`` has, on any device."""
     return _TF32 if dtype == torch.float32 else _HOPPER_16BIT

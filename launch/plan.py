@@ -36,7 +36,6 @@ from .console import (
 if TYPE_CHECKING:
     from cce_tp.kernels.interface import LocalProblem
     from cce_tp.kernels.logits import LogitOperands
-    from cce_tp.kernels.tiles import Tile
 
 HELP = "memory of the loss layer, and the largest micro-batch that fits a GPU"
 FP32, FP64, INT64 = 4, 8, 8
@@ -181,13 +180,15 @@ def sampled(shape: Shape) -> int:
     transposed += transpose.way_bytes(shape.tokens, slots) - (slots * number if lent else 0)
     hot_part = gathered + kept_of_hot + logit_grads
     backward_pass = shape.gradients + lists + max(hot_part, kept_of_hot + transposed)
-    return max(_anchor(shape, tile, hot), lists + select, backward_pass)
+    return max(_anchor(shape, hot), lists + select, backward_pass)
 
 
-def _anchor(shape: Shape, tile: Tile, hot: int) -> int:
+def _anchor(shape: Shape, hot: int) -> int:
     """Before anything else: the hot and the cold rows, the tokens' products with them, and sums of these."""
     from cce_tp.kernels import anchor, sampling
+    from cce_tp.kernels.tiles import look_tile
 
+    tile = look_tile(shape.dtype, shape.tokens, shape.hidden, tma=True)
     looked_at = hot + min(sampling.COLD_ROWS, shape.rows)
     tokens = anchor.tokens_at_once(shape.tokens, looked_at, tile)
     products = FP32 * (-(-tokens // tile.rows) * tile.rows) * (-(-looked_at // tile.cols) * tile.cols)
