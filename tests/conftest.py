@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import hypothesis
 import pytest
+import quick_interpreter
 import torch
 from distributed import Launched, Pool, divisors
 from selection import slow_too
@@ -23,6 +24,8 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture, hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("cce_tp")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    quick_interpreter.patch_once_a_launch()
 
 GPUS = torch.cuda.device_count()
 LAUNCHED = int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
@@ -118,6 +121,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=f"needs two CUDA devices, found {GPUS}"))
         elif item.get_closest_marker("gpu") and GPUS < 1:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

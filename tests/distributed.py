@@ -16,6 +16,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -331,6 +332,8 @@ def _serve(
         if rank < size:
             place = ranks[size] if group is None else replace(ranks[size], group=group)
             outcome = attempt(task, place, *args)
+        if group is not None:
+            dist.destroy_process_group(group)  # or its threads would go on asking for work, a hundred times a second
         connection.send_bytes(pickle.dumps(outcome))
 
 
@@ -348,6 +351,14 @@ def _make_ranks(rank: int, world_size: int, sizes: tuple[int, ...], device: torc
 def divisors(number: int) -> tuple[int, ...]:
     """All of them, 1 and itself included."""
     return tuple(size for size in range(1, number + 1) if number % size == 0)
+
+
+def free_port() -> int:
+    """A port that nobody listens at, for a launcher whose own choice is the same for all runs of a machine."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
 
 
 class Launched:

@@ -78,7 +78,7 @@ def _run(index: int, folder: str) -> None:
     device = torch.device("cpu")
     found: dict[str, Any] = {}
     for what, keywords in PLACES.items():
-        place = Rank(index, 2, _group(2.0), device)
+        place = Rank(index, 2, _group(5.0), device)
         known = len(dist.distributed_c10d._world.pg_map)
         failed = _step(place, keywords, Failing(what) if index == 1 else collectives.Transport())
         leaked = len(dist.distributed_c10d._world.pg_map) - known

@@ -18,6 +18,7 @@ AT_LEAST = {"triton": 50, "sampled": 52, "filtered": 19}
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kernels", AT_LEAST)
 def test_under_the_interpreter(

@@ -11,7 +11,6 @@ import importlib
 import json
 import os
 import shutil
-import socket
 import struct
 import subprocess
 import sys
@@ -23,7 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from distributed import Pool, Rank
+from distributed import Pool, Rank, free_port
 from hypothesis import given, settings, strategies
 from selection import some_of
 
@@ -141,11 +140,8 @@ Start = tuple[list[str], dict[str, str]]
 
 def two_nodes(*python: str) -> list[Start]:
     """Two agents of torchrun that find each other at a port of the first, with a process each."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1"]
-    meet = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{port}", "--local_addr", "127.0.0.1"]
+    meet = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{free_port()}", "--local_addr", "127.0.0.1"]
     return [([*agent, *meet, "--node_rank", node, *python], {}) for node in ("0", "1")]
 
 
@@ -171,7 +167,7 @@ def deepspeed(*python: str) -> list[Start]:
         pytest.skip("no deepspeed launcher on the path (pip install deepspeed)")
     flag, *rest = python
     module = ["--module", *rest] if flag == "-m" else python
-    return [([found, "--num_gpus", "2", *module], {"DS_ACCELERATOR": "cpu"})]
+    return [([found, "--num_gpus", "2", "--master_port", str(free_port()), *module], {"DS_ACCELERATOR": "cpu"})]
 
 
 LAUNCHED: dict[str, Callable[..., list[Start]]] = {
@@ -202,6 +198,7 @@ def run_all(starts: list[Start]) -> list[str]:
 
 
 @pytest.mark.distributed
+@pytest.mark.long
 @pytest.mark.parametrize("name", some_of(LAUNCHED, [name for name in LAUNCHED if name != "srun"]))
 def test_doctor_under(name: str, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
@@ -231,6 +228,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.mark.distributed
+@pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in LAUNCHED if name != "torchrun"])
 def test_example_under(name: str, text: list[str], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")

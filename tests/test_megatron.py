@@ -1303,6 +1303,7 @@ def test_example_trains_as_stock_megatron(
 
 
 @needs_megatron
+@pytest.mark.long
 def test_example_runs_from_the_command_line_without_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
