@@ -121,7 +121,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=f"needs two CUDA devices, found {GPUS}"))
         elif item.get_closest_marker("gpu") and GPUS < 1:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-    if hasattr(config, "workerinput"):
+    if hasattr(config, "workerinput"):  # one of several processes of pytest: none of them shall end with a long test
         items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 

@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-DEFAULT_TIMEOUT = float(os.environ.get("CCE_TP_TEST_TIMEOUT", "60"))
+DEFAULT_TIMEOUT = float(os.environ.get("CCE_TP_TEST_TIMEOUT", "120"))
 START_TIMEOUT = 120.0
 
 

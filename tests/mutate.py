@@ -347,7 +347,7 @@ def _run_tests(folder: Path, tests: tuple[str, ...], log: Path) -> int:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.environ["CCE_TP_TEST_START"] = "fork"
-    os.environ["CCE_TP_TEST_TIMEOUT"] = "20"
+    os.environ["CCE_TP_TEST_TIMEOUT"] = "40"
     sys.path.insert(0, str(folder))
     sys.dont_write_bytecode = True
     import cce_tp

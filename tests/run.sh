@@ -8,14 +8,18 @@ DS_BUILD_OPS=0 "$bin/python" -m pip install --quiet --disable-pip-version-check 
     --ignore-requires-python megatron-core==0.19.2 psutil deepspeed==0.19.8 hjson einops msgpack py-cpuinfo
 
 cd "$root"
+# Collecting the tests compiles what they import (beside mypy, which uses one core), once and not in each of the many
+# processes that start together. Should it fail, the tests will say why.
+unset PYTHONDONTWRITEBYTECODE
+"$bin/python" -m pytest --collect-only --quiet > /dev/null 2>&1 &
+collecting=$!
 "$bin/ruff" check .
 "$bin/ruff" format --check .
 MYPYPATH="$root/examples" "$bin/mypy" --package cce_tp --module pretrain_gpt --module pretrain_megatron \
     --module pretrain_deepspeed --module finetune_transformers --module study
+wait "$collecting" || true
 # The tests start several processes each; without this every one of them would start a thread for each core.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-# What is imported is compiled once, not by each of the many processes.
-unset PYTHONDONTWRITEBYTECODE
 # Tests that take GPUs have them for themselves.
 workers=()
 [ "$gpus" -gt 0 ] || workers=(-n 2 --dist worksteal)

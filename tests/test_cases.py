@@ -388,7 +388,7 @@ def _first_call_on_a_new_group(rank: Rank, fault: str) -> float:
     ],
 )
 def test_b15_an_error_on_one_rank_is_an_error_on_all(pool: Pool, fault: str) -> None:
-    errors = pool.errors(2, _first_call_on_a_new_group, fault, timeout=20, fresh=True)
+    errors = pool.errors(2, _first_call_on_a_new_group, fault, fresh=True)
     assert None not in errors, f"rank {errors.index(None)} went on alone"
 
 

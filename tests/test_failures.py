@@ -100,7 +100,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for process in ranks:
         process.start()
     for process in ranks:
-        process.join(100)
+        process.join(200)
     codes = [process.exitcode for process in ranks]
     for process in ranks:
         process.kill()

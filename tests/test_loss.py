@@ -620,5 +620,5 @@ def _two_splits(rank: Rank, splits: list[list[int]]) -> list[float]:
 def test_another_split_in_which_one_rank_keeps_its_rows(pool: Pool) -> None:
     """Whether the ranks exchange records may not depend on what only one of them knows: its own shard."""
     expected = float(reference(replace(build(Spec(shape=(5,), hidden=4, vocab=12)), upstream=None)).loss)
-    for losses in pool.run(4, _two_splits, [[3, 3, 3, 3], [3, 4, 2, 3], [3, 3, 3, 3], [3, 0, 6, 3]], timeout=20):
+    for losses in pool.run(4, _two_splits, [[3, 3, 3, 3], [3, 4, 2, 3], [3, 3, 3, 3], [3, 0, 6, 3]]):
         assert losses == pytest.approx([expected] * 4, abs=1e-5)

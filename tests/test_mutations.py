@@ -45,20 +45,20 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         capture_output=True,
         text=True,
         env=environment,
-        timeout=420,
+        timeout=870,
     )
     assert report.exists(), done.stdout + done.stderr
     return {result["name"]: result for result in json.loads(report.read_text())}
 
 
 @pytest.mark.long
-@pytest.mark.timeout(450)
+@pytest.mark.timeout(900)
 def test_the_unmutated_copy_is_green(outcomes: dict[str, dict]) -> None:
     assert outcomes["no mutation"]["status"] == 0, outcomes["no mutation"]["failed"]
 
 
 @pytest.mark.long
-@pytest.mark.timeout(450)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", some_of(NAMES, ALWAYS))
 def test_mutant_turns_a_test_red(outcomes: dict[str, dict], name: str) -> None:
     assert outcomes[name]["status"] == 1, "the mutant survived, or could not be run"
