@@ -2,7 +2,7 @@
 
 Most rows have no entry: a program takes a few rows, sets those to 0 all together, and sums the others one by one. A
 long row, with hundreds of times the average's entries, would bound the time: it gets programs of its own, which have
-several warps and read ahead. They need no list of such rows: every so many entries, a program looks whether its place
+several warps and read ahead. They need no list of such rows: every so many entries, a program looks whether the place
 is the first such one in a long row.
 
 A row's sum depends on its slots alone, whatever else there is: one after another, or in a long row as many sums as
@@ -15,9 +15,10 @@ from dataclasses import dataclass
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from .entries import read, row_of_slot
-from .tiles import INTERPRETED, cdiv
+from .tiles import INTERPRETED, cache_bytes, cdiv
 
 BLOCK, ROWS, STRIDE, MANY = 256, 8, 64, 8
 """What a program, a warp, sums: elements of a row; rows one after another, so far apart, since ids are often sorted by
@@ -25,6 +26,8 @@ frequency and neighbours have much to do; entries of a row at a time as long as 
 LONG = 16 if INTERPRETED else 512
 LONG_AT_ONCE, LONG_STAGES, LONG_WARPS = (4, 1, 1) if INTERPRETED else (16, 3, 4)
 """From how many entries on a row is long; how many of them are taken at a time, and by how many warps."""
+LONG_PROGRAMS = 3 if INTERPRETED else 4096
+"""Most lists are far from full: one program for as many entries as there could be would find nothing to do."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,11 @@ class Divisor:
         """Of ``2 <= d < 2^31``."""
         bits = (d - 1).bit_length()
         return cls(cdiv(2 ** (31 + bits), d), bits - 1)
+
+
+def by_piece(input: Tensor) -> bool:
+    """Whether all rows' first pieces come before the second ones: where E does not fit the cache, but its pieces do."""
+    return input.nbytes > cache_bytes(input.device)
 
 
 @triton.jit
@@ -164,12 +172,21 @@ def weight_grad_kernel(  # type: ignore[no-untyped-def]
     MANY: tl.constexpr,
     LONG: tl.constexpr,
     STRIDE: tl.constexpr,
+    BY_PIECE: tl.constexpr,
 ):
-    """One piece of ROWS rows of grad C but the long ones; the first piece also makes the gradients of their biases."""
+    """One piece of ROWS rows of grad C but the long ones; the first piece also makes the gradients of their biases.
+
+    All rows' first pieces come first if BY_PIECE, else all pieces of the first rows.
+    """
     tl.static_assert(ROWS <= 31, "a bit each in an int32, below its sign")
-    group = tl.program_id(0) // num_blocks
+    if BY_PIECE:
+        num_groups = tl.num_programs(0) // num_blocks
+        group = tl.program_id(0) % num_groups
+        piece = tl.program_id(0) // num_groups
+    else:
+        group = tl.program_id(0) // num_blocks
+        piece = tl.program_id(0) % num_blocks
     first = (group // STRIDE).to(tl.int64) * (STRIDE * ROWS) + group % STRIDE
-    piece = tl.program_id(0) % num_blocks
     o_d = (piece * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     m_d = o_d < hidden
     o_bit = tl.arange(0, ROWS)
@@ -265,13 +282,14 @@ def long_weight_grad_kernel(  # type: ignore[no-untyped-def]
     AT_ONCE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One piece of the long row, if there is one, that reaches the program's place and not the one before.
+    """One piece of every so many long rows: a row's place is the first multiple of LONG that it reaches.
 
     A hot row isn't sampled, so it is never long.
     """
-    place = (tl.program_id(0) // num_blocks).to(tl.int64) * LONG
-    piece = tl.program_id(0) % num_blocks
-    if place < tl.load(starts + num_rows):
+    total = tl.load(starts + num_rows)
+    for item in range(tl.program_id(0), tl.cdiv(total, LONG).to(tl.int32) * num_blocks, tl.num_programs(0)):
+        place = (item // num_blocks).to(tl.int64) * LONG
+        piece = item % num_blocks
         v, _ = row_of_slot(tl.load(ordered + place), True, target, rows, found, slots_per_token - 1)
         v = v.to(tl.int64)
         begin = tl.load(starts + v)

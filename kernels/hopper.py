@@ -25,7 +25,7 @@ from torch import Tensor
 
 from . import sampling
 from .logits import LogitOperands
-from .tiles import INTERPRETED, capability, cdiv
+from .tiles import INTERPRETED, capability, cdiv, processors
 
 try:
     from triton.experimental import gluon
@@ -452,8 +452,7 @@ def _descriptor(matrix: Tensor, rows: int, inner: int) -> TensorDescriptor:
 
 
 def _programs(operands: LogitOperands) -> tuple[int]:
-    processors = torch.cuda.get_device_properties(operands.input.device).multi_processor_count
-    return (min(processors, cdiv(operands.num_tokens, ROWS) * cdiv(operands.num_rows, COLS)),)
+    return (min(processors(operands.input.device), cdiv(operands.num_tokens, ROWS) * cdiv(operands.num_rows, COLS)),)
 
 
 def reduce_tiles(operands: LogitOperands, partials: Tensor, target_logit: Tensor) -> None:

@@ -833,7 +833,8 @@ class _Backward:
             "LONG": column_sums.LONG,
         }
         if problem.num_tokens >= column_sums.LONG:
-            column_sums.long_weight_grad_kernel[(cdiv(self.slots, column_sums.LONG) * blocks,)](
+            items = cdiv(self.slots, column_sums.LONG) * blocks
+            column_sums.long_weight_grad_kernel[(min(items, column_sums.LONG_PROGRAMS),)](
                 self.target, selection.rows, selection.found, *entries, *results, *sizes, *strides, problem.logit_scale,
                 AT_ONCE=column_sums.LONG_AT_ONCE, STAGES=column_sums.LONG_STAGES, num_warps=column_sums.LONG_WARPS,
                 **flags,
@@ -845,6 +846,6 @@ class _Backward:
             None if hot is None else hot.bias_grad,
             *results, *sizes, *strides, problem.logit_scale,
             HAS_HOT=hot is not None, ROWS=column_sums.ROWS, MANY=column_sums.MANY, STRIDE=column_sums.STRIDE,
-            num_warps=1, **flags,
+            BY_PIECE=column_sums.by_piece(problem.input), num_warps=1, **flags,
         )  # fmt: skip
         return bias_grad

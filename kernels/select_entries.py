@@ -37,11 +37,13 @@ from .anchor import chosen_bytes
 from .fold import empty_partials, unset_partials
 from .interface import LocalProblem, Partials, SamplingPlan, SamplingSize
 from .logits import LOG2E, LogitOperands, finish_logits, grouped_tile, row_products
-from .tiles import FEWEST_COLS, INTERPRETED, Tile, cdiv, extreme_tile, next_power_of_2
+from .tiles import FEWEST_COLS, INTERPRETED, Tile, cdiv, extreme_tile, next_power_of_2, processors
 from .workspace import ALLOCATION, FP32_BYTES, allocated, held, workspace_too_small
 
-CHUNK_BYTES = 54 * 2**20
+CHUNK_BYTES = 60 * 2**20
 """Default size of the bitmap and the partials together: beyond it, tokens are taken in chunks."""
+MORE_ROWS = 8
+"""Tiles of tokens by which a chunk may exceed an even share."""
 WORD_BITS: tl.constexpr = tl.constexpr(sampling.WORD_BITS)
 LIST_WORDS, COUNT_WORDS, LIST_WARPS = 512, 2048, 1
 """Words of a bitmap that a program lists at once, at most, and that it counts at once if there are more. Few bits are
@@ -431,7 +433,7 @@ def select(
     fields = 2 + smoothing + stats
     per_token = ((fields + stats) * num_tiles + words) * FP32_BYTES
     fixed = _fixed_bytes(num_tokens, budget, words) + held(plan.hot, plan.hot_place)
-    chunk = _tokens_at_once(problem, operands.tile, per_token, fixed)
+    chunk = _tokens_at_once(problem, operands.tile, per_token, fixed, num_tiles)
     buffer = new(fields * num_tiles * chunk, dtype=torch.float32)
     argmax_buffer = new(num_tiles * chunk, dtype=torch.int32) if stats else None
     mass = new(num_tiles, dtype=torch.float32) if smoothing else None
@@ -486,8 +488,12 @@ def least_workspace(num_tokens: int, num_rows: int, dtype: torch.dtype, size: Sa
     return chunk + kept + _fixed_bytes(num_tokens, min(size.budget, num_rows), words)
 
 
-def _tokens_at_once(problem: LocalProblem, tile: Tile, per_token: int, fixed: int) -> int:
-    """Tokens per chunk, in whole tiles, evenly used."""
+def _tokens_at_once(problem: LocalProblem, tile: Tile, per_token: int, fixed: int, columns: int) -> int:
+    """Tokens per chunk, in whole tiles: as few chunks as memory allows, whose last tiles leave few processors idle.
+
+    Args:
+        columns: tiles of rows of C.
+    """
     num_tokens = problem.num_tokens
     least = allocated(per_token * min(tile.rows, num_tokens)) + fixed
     if problem.workspace is None:
@@ -498,4 +504,12 @@ def _tokens_at_once(problem: LocalProblem, tile: Tile, per_token: int, fixed: in
         budget = min(problem.workspace, CHUNK_BYTES + fixed)
     most = max(1, (budget - fixed - ALLOCATION) // (per_token * tile.rows))
     tiles = cdiv(num_tokens, tile.rows)
-    return min(cdiv(tiles, cdiv(tiles, most)) * tile.rows, num_tokens)
+    evenly = cdiv(tiles, cdiv(tiles, most))
+    at_once = processors(problem.input.device)
+
+    def rounds(rows: int) -> int:
+        whole, rest = divmod(tiles, rows)
+        return whole * cdiv(rows * columns, at_once) + cdiv(rest * columns, at_once)
+
+    candidates = range(evenly, min(most, tiles, evenly + MORE_ROWS) + 1)
+    return min(min(candidates, key=rounds) * tile.rows, num_tokens)

@@ -86,6 +86,16 @@ def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; without one, as in a plan, an H200's."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
+def cache_bytes(device: torch.device) -> int:
+    """Of a GPU's L2 cache; without one, as in a plan, an H200's."""
+    return torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 50 * 2**20
+
+
 def product_precision(dtype: torch.dtype) -> str:
     """``input_precision`` of ``tl.dot``: fp32 follows torch's switch, and 16-bit products are exact anyway."""
     return "tf32" if dtype == torch.float32 and _torch_uses_tf32() else "ieee"

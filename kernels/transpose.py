@@ -27,6 +27,8 @@ from .workspace import FP32_BYTES, allocated
 
 SLOTS_AT_ONCE, SLOT_WARPS = (16, 1) if INTERPRETED else (256, 4)
 ORDER_SLOTS, ORDER_AT_ONCE, ORDER_WARPS = (16, 16, 1) if INTERPRETED else (64, 32, 2)
+ORDER_PROGRAMS = 5 if INTERPRETED else 8192
+"""Most lists are far from full: one program for as many entries as there could be would find nothing to do."""
 LEAST_LONG, LONG_PART = (16, 4) if INTERPRETED else (1024, 8)
 """A column is long if it has so many entries, and one for every so many tokens: hence bits and their sums take no more
 than half a list."""
@@ -147,46 +149,57 @@ def _smaller(placed, begin, end, b_slot, AT_ONCE: tl.constexpr):  # type: ignore
     return tl.sum(b_smaller, 1)
 
 
+@triton.jit
+def _order(  # type: ignore[no-untyped-def]
+    first, total, target, rows, found, starts, placed, bits, ordered, budget, words, size,
+    LONG: tl.constexpr, HAS_LONG: tl.constexpr, SIZE: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Slots at neighbouring places.
+
+    A short column that reaches beyond them is their first one or their last one, and there all of its slots are
+    compared with the same others.
+    """
+    o = first + tl.arange(0, SIZE)
+    m = o < total
+    b_slot = tl.load(placed + o, mask=m, other=0)
+    b_row, b_token = row_of_slot(b_slot, m, target, rows, found, budget)
+    b_row = tl.where(m, b_row, -1)
+    b_begin = tl.load(starts + b_row, mask=m, other=0)
+    m_same = b_row[:, None] == b_row[None, :]
+    b_rank = tl.sum((m_same & (b_slot[None, :] < b_slot[:, None])).to(tl.int32), 1)
+
+    last = tl.minimum(first + SIZE, total) - 1
+    s_first = tl.sum(tl.where(o == first, b_row, 0), 0)
+    s_last = tl.sum(tl.where(o == last, b_row, 0), 0)
+    begin = tl.load(starts + s_first).to(tl.int64)
+    end = tl.load(starts + s_last + 1).to(tl.int64)
+    if HAS_LONG:
+        if tl.load(starts + s_first + 1) - begin >= LONG:
+            begin = first
+        if end - tl.load(starts + s_last) >= LONG:
+            end = last + 1
+    b_before = _smaller(placed, begin, first, b_slot, AT_ONCE)
+    b_behind = _smaller(placed, last + 1, end, b_slot, AT_ONCE)
+    b_rank += tl.where(b_row == s_first, b_before, 0) + tl.where(b_row == s_last, b_behind, 0)
+    if HAS_LONG:
+        m_long = m & (tl.load(starts + b_row + 1, mask=m, other=0) - b_begin >= LONG)
+        b_bits = _bits_before(bits, b_begin // LONG, b_token, m_long, words, size)
+        b_rank = tl.where(m_long, b_bits, b_rank)
+    tl.store(ordered + b_begin + b_rank, b_slot, mask=m)
+
+
 @triton.jit(do_not_specialize=["budget", "num_rows", "words", "size"])
 def _order_kernel(  # type: ignore[no-untyped-def]
     target, rows, found, starts, placed, bits, ordered, budget, num_rows, words, size,
     LONG: tl.constexpr, HAS_LONG: tl.constexpr, SIZE: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Within its column, a slot's place is the number of smaller slots there.
-
-    A program takes neighbouring places. A short column that reaches beyond them is its first one or its last one, and
-    there all of its slots are compared with the same others.
-    """
-    first = tl.program_id(0).to(tl.int64) * SIZE
+    """Within its column, a slot's place is the number of smaller slots there."""
     total = tl.load(starts + num_rows).to(tl.int64)
-    if first < total:
-        o = first + tl.arange(0, SIZE)
-        m = o < total
-        b_slot = tl.load(placed + o, mask=m, other=0)
-        b_row, b_token = row_of_slot(b_slot, m, target, rows, found, budget)
-        b_row = tl.where(m, b_row, -1)
-        b_begin = tl.load(starts + b_row, mask=m, other=0)
-        m_same = b_row[:, None] == b_row[None, :]
-        b_rank = tl.sum((m_same & (b_slot[None, :] < b_slot[:, None])).to(tl.int32), 1)
-
-        last = tl.minimum(first + SIZE, total) - 1
-        s_first = tl.sum(tl.where(o == first, b_row, 0), 0)
-        s_last = tl.sum(tl.where(o == last, b_row, 0), 0)
-        begin = tl.load(starts + s_first).to(tl.int64)
-        end = tl.load(starts + s_last + 1).to(tl.int64)
-        if HAS_LONG:
-            if tl.load(starts + s_first + 1) - begin >= LONG:
-                begin = first
-            if end - tl.load(starts + s_last) >= LONG:
-                end = last + 1
-        b_before = _smaller(placed, begin, first, b_slot, AT_ONCE)
-        b_behind = _smaller(placed, last + 1, end, b_slot, AT_ONCE)
-        b_rank += tl.where(b_row == s_first, b_before, 0) + tl.where(b_row == s_last, b_behind, 0)
-        if HAS_LONG:
-            m_long = m & (tl.load(starts + b_row + 1, mask=m, other=0) - b_begin >= LONG)
-            b_bits = _bits_before(bits, b_begin // LONG, b_token, m_long, words, size)
-            b_rank = tl.where(m_long, b_bits, b_rank)
-        tl.store(ordered + b_begin + b_rank, b_slot, mask=m)
+    for first in range(tl.program_id(0).to(tl.int64) * SIZE, total, tl.num_programs(0) * SIZE):
+        _order(
+            first, total, target, rows, found, starts, placed, bits, ordered, budget, words, size,
+            LONG, HAS_LONG, SIZE, AT_ONCE,
+        )  # fmt: skip
 
 
 def transpose(selection: Selection, target: Tensor, active: Tensor, num_rows: int, lent: Tensor | None) -> Columns:
@@ -217,7 +230,7 @@ def transpose(selection: Selection, target: Tensor, active: Tensor, num_rows: in
     if columns > 0:
         _prefix_kernel[(columns,)](bits, words, columns * words, SIZE=WORDS_AT_ONCE, num_warps=4)
     # The numbers of arrival are spent.
-    _order_kernel[(cdiv(slots, ORDER_SLOTS),)](
+    _order_kernel[(min(cdiv(slots, ORDER_SLOTS), ORDER_PROGRAMS),)](
         target, selection.rows, selection.found, starts, placed, bits, arrivals,
         selection.budget, num_rows, words, columns * words,
         SIZE=ORDER_SLOTS, AT_ONCE=ORDER_AT_ONCE, num_warps=ORDER_WARPS, **flags,

@@ -167,7 +167,7 @@ def sampled(shape: Shape) -> int:
     lists = FP32 * shape.tokens * budget
     tiles = -(-shape.rows // tile.cols)
     per_token = (PARTIALS * tiles + tiles * tile.cols // select_entries.WORD_BITS.value) * FP32
-    select = per_token * select_entries._tokens_at_once(problem, tile, per_token, lists)
+    select = per_token * select_entries._tokens_at_once(problem, tile, per_token, lists, tiles)
 
     hot = min(mode.reference_rows, shape.rows)
     kept_of_hot = hot * shape.hidden * FP32 + shape.rows * FP32

@@ -45,7 +45,7 @@ from cce_tp.kernels import (
     tiles,
     transpose,
 )  # fmt: skip
-from cce_tp.kernels.interface import GradientRequest, TokenPiece, WeightGradBuffer
+from cce_tp.kernels.interface import GradientRequest, LocalProblem, TokenPiece, WeightGradBuffer
 
 NAN = float("nan")
 TOLERANCE = 1e-5
@@ -262,6 +262,29 @@ def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_same_entries(whole.selection, pieces.selection)
     for name in ("input", "weight", "bias"):
         assert relative_error(getattr(pieces.gradients, name), getattr(whole.gradients, name)) < 1e-6, name
+
+
+@pytest.mark.parametrize(("rows", "chunk"), [(256000, 12), (128256, 22), (1000, 64)])
+def test_chunks_leave_few_processors_idle(rows: int, chunk: int) -> None:
+    """At the first shape 11 tiles would be an even share, and 84 rounds of 132 processors for 83.3 rounds' work."""
+    with torch.device("meta"):
+        problem = LocalProblem(torch.empty(8192, 64), torch.empty(rows, 64), torch.empty(8192, dtype=torch.int64))
+    tile, columns = tiles._HOPPER_16BIT, tiles.cdiv(rows, 256)
+    per_token = columns * (2 + 8) * 4
+    tokens = select_entries._tokens_at_once(problem, tile, per_token, 0, columns)
+    assert tokens == chunk * tile.rows
+    assert tokens * per_token <= select_entries.CHUNK_BYTES
+
+
+def test_order_of_pieces_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(column_sums, "BLOCK", 16)
+    case = SampledCase.make(small(bias=True, smoothing=True))
+    found = []
+    for by_piece in (False, True):
+        monkeypatch.setattr(column_sums, "by_piece", lambda input, by_piece=by_piece: by_piece)
+        found.append(run_sampled(select_entries.select, sampled.sampled_gradients, case).gradients)
+    assert torch.equal(found[0].weight, found[1].weight)
+    assert torch.equal(found[0].bias, found[1].bias)
 
 
 def test_workspace_too_small() -> None:
