@@ -7,6 +7,7 @@ from typing import Any
 
 import hf_models as hf
 import torch
+import torch.distributed as dist
 
 LEARNING_RATE = 0.5
 
@@ -45,6 +46,14 @@ def reset() -> None:
     groups._MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE = groups._MPU_TENSOR_MODEL_PARALLEL_RANK = None
     for table in (groups._EXPERT_PARALLEL_GROUP, groups._EXPERT_DATA_PARALLEL_GROUP, groups._ALL_TO_ALL_GROUP):
         table.clear()
+
+
+def destroy_groups(known: set[dist.ProcessGroup]) -> None:
+    """Destroy all but these, which DeepSpeed does not: an engine makes several, and each keeps threads that poll."""
+    reset()
+    dist.barrier()  # no rank is still at work in a group that another destroys
+    for group in [group for group in dist.distributed_c10d._world.pg_map if group not in known]:
+        dist.destroy_process_group(group)
 
 
 def config(stage: int = 0, accumulation: int = 1, tp: int = 1, dtype: str = "fp32", **changes: Any) -> dict[str, Any]:

@@ -45,7 +45,10 @@ def run(hf_pool: Pool) -> Any:
 
 def _prepared(rank: Rank, task: Any, args: tuple[Any, ...]) -> Any:
     shims.prepare(rank.index, rank.size)
-    return task(rank, *args)
+    known = set(dist.distributed_c10d._world.pg_map)
+    answer = task(rank, *args)
+    shims.destroy_groups(known)
+    return answer
 
 
 def check_moved(mine: dict[str, Tensor], stock: dict[str, Tensor], start: dict[str, Tensor], tolerance: float) -> None:
