@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 LEARNING_RATE = 0.5
+_engines: list[Any] = []
 
 
 def prepare(rank: int, world_size: int) -> None:
@@ -33,6 +35,7 @@ def prepare(rank: int, world_size: int) -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled
     deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True  # slow, but torch has it
     deepspeed.init_distributed("gloo")
+    gc.freeze()
 
 
 def reset() -> None:
@@ -51,6 +54,10 @@ def reset() -> None:
 def destroy_groups(known: set[dist.ProcessGroup]) -> None:
     """Destroy all but these, which DeepSpeed does not: an engine makes several, and each keeps threads that poll."""
     reset()
+    for made in _engines:
+        made.destroy()  # else hooks keep it, and it keeps its groups
+    _engines.clear()
+    gc.collect()
     dist.barrier()  # no rank is still at work in a group that another destroys
     for group in [group for group in dist.distributed_c10d._world.pg_map if group not in known]:
         dist.destroy_process_group(group)
@@ -85,6 +92,7 @@ def engine(model: Any, settings: dict[str, Any], **arguments: Any) -> Any:
     if "optimizer" not in settings:
         arguments["optimizer"] = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     made, *_ = deepspeed.initialize(model=model, config=settings, dist_init_required=False, **arguments)
+    _engines.append(made)
     return made
 
 
