@@ -20,6 +20,8 @@ MYPYPATH="$root/examples" "$bin/mypy" --package cce_tp --module pretrain_gpt --m
 wait "$collecting" || true
 # The tests start several processes each; without this every one of them would start a thread for each core.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+# Launchers that the tests start, if they are installed: torchrun, deepspeed.
+export PATH="$bin:$PATH"
 # Tests that take GPUs have them for themselves.
 workers=()
 [ "$gpus" -gt 0 ] || workers=(-n 2 --dist worksteal)
