@@ -319,7 +319,7 @@ if gluon is not None:
         """Two warps: ``select_entries``'s reduction, where a thread has whole rows."""
         full, taken = barriers[2], barriers[3]
         target, anchor, token_hashes, id_hashes, cold, scale, eps, log2_inverse_eps = problem[1]
-        partials, target_logit, bitmap, words_per_token = problem[2]
+        partials, target_logit, bitmap, marks, words_per_token, marks_per_token = problem[2]
         num_tokens, num_rows, _ = problem[3]
         tile_z = buffers[2]
         layout: gl.constexpr = gl.BlockedLayout([1, _WORD], [32, 1], [2, 1], [1, 0])
@@ -347,6 +347,7 @@ if gluon is not None:
             p_words = bitmap + o_n.to(gl.int64) * words_per_token + v0 // _WORD
             b_zeros = gl.zeros((ROWS, _WORD), gl.float32, layout)
             b_odds = gl.zeros((ROWS,), gl.float32, layout=rows)
+            b_any = gl.zeros((ROWS,), gl.int32, layout=rows)
             p_id = id_hashes + v0 + o_bit
             mbarrier.wait(full, turn & 1)
             for c in range(CHUNKS):
@@ -360,6 +361,7 @@ if gluon is not None:
                 b_own = gl.where(m_hit, b_own, 0)
                 b_word = gl.reduce(b_bits, 1, _xor) & gl.load(cold + v0 // _WORD + c) & ~b_own
                 gl.store(p_words + c, b_word, mask=m_n)
+                b_any |= b_word
                 b_odds += gl.sum(b_chunk_odds, 1)
             if hits > 0:
                 b_hit = gl.zeros((ROWS,), gl.float32, layout=rows)
@@ -385,10 +387,12 @@ if gluon is not None:
             mbarrier.arrive(taken, count=1)
             turn += 1  # noqa: SIM113 (no Python loop)
             p_out = partials + pid_v.to(gl.int64) * num_tokens + o_n
+            b_mark = (b_any != 0).to(marks.dtype.element_ty)
+            gl.store(marks + o_n.to(gl.int64) * marks_per_token + pid_v, b_mark, mask=m_n)
             gl.store(p_out, b_ref, mask=m_n)
             gl.store(p_out + field, b_sum, mask=m_n)
 
-    @gluon.jit(do_not_specialize=["num_tokens", "num_rows", "words_per_token"])
+    @gluon.jit(do_not_specialize=["num_tokens", "num_rows", "words_per_token", "marks_per_token"])
     def _select_kernel(  # type: ignore[no-untyped-def]
         input,
         weight,
@@ -400,10 +404,12 @@ if gluon is not None:
         partials,
         target_logit,
         bitmap,
+        marks,
         num_tokens,
         num_rows,
         hidden,
         words_per_token,
+        marks_per_token,
         scale,
         eps,
         log2_inverse_eps,
@@ -432,7 +438,7 @@ if gluon is not None:
         buffers = (e, c, z)
         barriers = (ready, empty, full, taken)
         operands = (target, anchor, token_hashes, id_hashes, cold, scale, eps, log2_inverse_eps)
-        results = (partials, target_logit, bitmap, words_per_token)
+        results = (partials, target_logit, bitmap, marks, words_per_token, marks_per_token)
         problem = ((input, weight), operands, results, (num_tokens, num_rows, hidden))
         gl.warp_specialize(
             [
@@ -476,8 +482,9 @@ def select_tiles(
     partials: Tensor,
     target_logit: Tensor,
     bitmap: Tensor,
+    marks: Tensor,
 ) -> None:
-    """As ``reduce_tiles``, with the anchor for a maximum, and fill the decisions' ``bitmap``.
+    """As ``reduce_tiles``, with the anchor for a maximum, and fill the decisions' ``bitmap`` and the tiles' ``marks``.
 
     Args:
         hashes: of tokens, and of rows (of whole tiles).
@@ -485,8 +492,8 @@ def select_tiles(
     """
     _select_kernel[_programs(operands)](
         _descriptor(operands.input, ROWS, SELECT_INNER), _descriptor(operands.weight, COLS, SELECT_INNER),
-        operands.target, anchor, *hashes, cold, partials, target_logit, bitmap,
-        operands.num_tokens, operands.num_rows, operands.hidden, bitmap.shape[1], operands.scale, *eps,
+        operands.target, anchor, *hashes, cold, partials, target_logit, bitmap, marks,
+        operands.num_tokens, operands.num_rows, operands.hidden, bitmap.shape[1], marks.shape[1], operands.scale, *eps,
         ROWS=ROWS, COLS=COLS, INNER=SELECT_INNER, GROUP=GROUP, STAGES=SELECT_STAGES,
         HAS_SCALE=operands.scale != 1.0, REGISTERS=SELECT_REGISTERS, num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip

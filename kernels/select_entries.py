@@ -6,7 +6,8 @@ A tile of z serves three purposes before it is dropped:
    no maximum has to be found first; the partial is a sum and the reference that it is relative to.
 2. ``1 + e / eps`` is compared with the entry's random number in [1, 2): the decisions of ``sampling.inclusion``.
 3. The decisions are packed, 32 neighbouring columns to a word of a bitmap. What is never sampled (hot rows, the tail of
-   the vocabulary, tokens without gradient, a token's own target) is cleared there, a word at a time.
+   the vocabulary, tokens without gradient, a token's own target) is cleared there, a word at a time. A mark says which
+   tiles have bits left for a token.
 
 A second kernel folds the partials (``forward``'s own), a third turns each token's bits into a list of rows of C, in
 order, thinned to the budget. Tokens are taken in chunks that keep bitmap and partials small.
@@ -40,14 +41,15 @@ from .logits import LOG2E, LogitOperands, finish_logits, grouped_tile, row_produ
 from .tiles import FEWEST_COLS, INTERPRETED, Tile, cdiv, extreme_tile, next_power_of_2, processors
 from .workspace import ALLOCATION, FP32_BYTES, allocated, held, workspace_too_small
 
-CHUNK_BYTES = 60 * 2**20
-"""Default size of the bitmap and the partials together: beyond it, tokens are taken in chunks."""
+CHUNK_BYTES = 62 * 2**20
+"""Default size of the bitmap, the marks and the partials together: beyond it, tokens are taken in chunks."""
 MORE_ROWS = 8
 """Tiles of tokens by which a chunk may exceed an even share."""
 WORD_BITS: tl.constexpr = tl.constexpr(sampling.WORD_BITS)
-LIST_WORDS, COUNT_WORDS, LIST_WARPS = 512, 2048, 1
-"""Words of a bitmap that a program lists at once, at most, and that it counts at once if there are more. Few bits are
-set: what counts is to see that soon."""
+MARK_UNIT = 8
+"""Marks of a token are a whole multiple of so many, which one instruction reads; the last ones stay 0."""
+MARK_WORDS, TILES_AT_ONCE, LIST_WARPS = (1, 2, 1) if INTERPRETED else (32, 32, 1)
+"""32 marks of tiles each that a program looks at, and marked tiles that it lists, at once."""
 PREPARE_SIZE = 1024
 
 GOLDEN = tl.constexpr(sampling.GOLDEN)
@@ -197,7 +199,7 @@ def _decide_tile(b_z, b_shift, b_factor, b_offset, b_id):  # type: ignore[no-unt
         return tl.sum(b_odds, 1), b_words
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_rows", "words_per_token"])
+@triton.jit(do_not_specialize=["num_tokens", "num_rows", "words_per_token", "marks_per_token"])
 def _select_kernel(  # type: ignore[no-untyped-def]
     input,
     weight,
@@ -213,6 +215,7 @@ def _select_kernel(  # type: ignore[no-untyped-def]
     smoothing_mass,
     target_logit,
     bitmap,
+    marks,
     num_tokens,
     num_rows,
     hidden,
@@ -225,6 +228,7 @@ def _select_kernel(  # type: ignore[no-untyped-def]
     eps,
     log2_inverse_eps,
     words_per_token,
+    marks_per_token,
     HAS_BIAS: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -281,6 +285,8 @@ def _select_kernel(  # type: ignore[no-untyped-def]
     b_words &= b_cold[None, :] & ~tl.where(m_own, (1 << (b_own % WORD_BITS))[:, None], 0)
     p_words = bitmap + o_n.to(tl.int64)[:, None] * words_per_token + o_word[None, :]
     tl.store(p_words, b_words, mask=m_n[:, None])
+    b_mark = tl.max((b_words != 0).to(tl.int32), 1)
+    tl.store(marks + o_n.to(tl.int64) * marks_per_token + pid_v, b_mark.to(marks.dtype.element_ty), mask=m_n)
 
     field = num_tiles.to(tl.int64) * num_tokens
     p_out = partials + pid_v.to(tl.int64) * num_tokens + o_n
@@ -322,15 +328,57 @@ def _select_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _write_rows(p_rows, b_word, b_counts, first_row, done, count, size, phase, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _marked_words(p_words, p_marks, first, marked, AT_ONCE: tl.constexpr, TILE_WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Words of some of a token's marked tiles, and the row that the first bit of each stands for."""
+    o = first * TILE_WORDS + tl.arange(0, AT_ONCE * TILE_WORDS)
+    m = o < marked * TILE_WORDS
+    b_tile = tl.load(p_marks + o // TILE_WORDS, mask=m, other=0).to(tl.int32)
+    # Read one by one, so that they are where they are written from.
+    o_word = tl.max_contiguous(b_tile * TILE_WORDS + o % TILE_WORDS, 1)
+    b_word = tl.load(p_words + o_word, mask=m, other=0)
+    return b_word.to(tl.uint32, bitcast=True), o_word * WORD_BITS
+
+
+@triton.jit
+def _lowest_bit(b_word):  # type: ignore[no-untyped-def]
+    """The number of each uint32's lowest bit, and the other bits."""
+    b_others = b_word & (b_word - 1)
+    b_lowest = (b_word ^ b_others).to(tl.float32)  # a power of two: its exponent is the bit's number
+    return (b_lowest.to(tl.int32, bitcast=True) >> 23) - 127, b_others
+
+
+@triton.jit
+def _gather_marked(p_marks, tiles, WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The marked tiles' numbers take the place of the marks; returns how many there are."""
+    marked = tl.zeros((), dtype=tl.int32)
+    o_word = tl.arange(0, WORDS) * WORD_BITS
+    o_bit = tl.arange(0, WORD_BITS)
+    for t in range(0, tiles, WORDS * WORD_BITS):
+        o = t + o_word[:, None] + o_bit[None, :]
+        m_marked = tl.load(p_marks + o, mask=o < tiles, other=0) != 0
+        b_bits = tl.where(m_marked, 1 << o_bit[None, :], 0)
+        b_word = (tl.sum(b_bits, 1) if SLOW_XOR else tl.xor_sum(b_bits, 1)).to(tl.uint32, bitcast=True)
+        b_counts = popcount(b_word)
+        # No place is beyond a tile's own, so what is overwritten was read: its mark is in the sum.
+        b_place = marked + tl.cumsum(b_counts, 0) - b_counts
+        for _ in range(0, tl.max(b_counts, 0)):
+            b_number, b_others = _lowest_bit(b_word)
+            b_tile = (t + o_word + b_number).to(p_marks.dtype.element_ty)
+            tl.store(p_marks + b_place, b_tile, mask=b_word != 0)
+            b_word = b_others
+            b_place += 1
+        marked += tl.sum(b_counts, 0)
+    return marked
+
+
+@triton.jit
+def _write_rows(p_rows, b_word, b_counts, b_first, done, count, size, phase):  # type: ignore[no-untyped-def]
     """Rows of some words' bits go to their places; ``done`` of the token's ``count`` are before them."""
     b_place = done + tl.cumsum(b_counts, 0) - b_counts
-    b_first = first_row + tl.arange(0, SIZE) * WORD_BITS
     late = (phase >= size).to(phase.dtype)
     for _ in range(0, tl.max(b_counts, 0)):  # a word's lowest bit each time
-        b_others = b_word & (b_word - 1)
-        b_lowest = (b_word ^ b_others).to(tl.float32)  # a power of two: its exponent is the bit's number
-        b_row = b_first + (b_lowest.to(tl.int32, bitcast=True) >> 23) - 127
+        b_bit, b_others = _lowest_bit(b_word)
+        b_row = b_first + b_bit
         if count == size:
             tl.store(p_rows + b_place, b_row, mask=b_word != 0)
         else:
@@ -341,66 +389,56 @@ def _write_rows(p_rows, b_word, b_counts, first_row, done, count, size, phase, S
         b_place += 1
 
 
-@triton.jit
-def _count_bits(bitmap, n, num_units, units_per_token, UNIT: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A token's bits, summed to SIZE numbers. Lengths in units tell the compiler how much one instruction may read."""
-    o = tl.arange(0, SIZE)
-    b_total = tl.zeros((SIZE,), dtype=tl.int32)
-    for w in range(0, num_units * UNIT, SIZE):
-        b_word = tl.load(bitmap + n * (units_per_token * UNIT) + w + o, mask=w + o < num_units * UNIT, other=0)
-        b_total += popcount(b_word.to(tl.uint32, bitcast=True))
-    return b_total
-
-
-@triton.jit(do_not_specialize=["words_per_token", "budget"])
+@triton.jit(do_not_specialize=["num_tiles", "mark_units", "budget"])
 def _list_kernel(  # type: ignore[no-untyped-def]
     bitmap,
+    marks,
     token_hashes,
     active,
     found,
     rows,
-    words_per_token,
+    num_tiles,
+    mark_units,
     budget,
-    WHOLE: tl.constexpr,
     WIDE: tl.constexpr,
-    SIZE: tl.constexpr,
-    COUNT_SIZE: tl.constexpr,
-    UNIT: tl.constexpr,
+    MARK_UNIT: tl.constexpr,
+    MARK_WORDS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    TILE_WORDS: tl.constexpr,
 ):
-    """One token's bits, counted and then written out as rows of C; read once if WHOLE, being at most SIZE words.
+    """One token's bits, counted and then written out as rows of C.
 
-    UNIT divides the number of words.
+    Few tiles are marked, so the others' bits are never read. The marks' number in units of MARK_UNIT tells the compiler
+    how much one instruction may read.
     """
     n = tl.program_id(0).to(tl.int64)
-    p_words = bitmap + n * words_per_token
+    p_marks = marks + n * (mark_units * MARK_UNIT)
+    p_words = bitmap + n * (num_tiles * TILE_WORDS)
     p_rows = rows + n * budget
-    o = tl.arange(0, SIZE)
-    num_words = tl.where(tl.load(active + n) != 0, words_per_token, 0)
-    b_word = tl.load(p_words + o, mask=o < num_words, other=0)
-    if WHOLE:
-        b_total = popcount(b_word.to(tl.uint32, bitcast=True))
-    else:
-        b_total = _count_bits(bitmap, n, num_words // UNIT, words_per_token // UNIT, UNIT, COUNT_SIZE)
+    tiles = tl.where(tl.load(active + n) != 0, mark_units, 0) * MARK_UNIT
+    marked = _gather_marked(p_marks, tiles, MARK_WORDS)
+    tl.debug_barrier()  # other threads read them
+
+    b_next, b_next_first = _marked_words(p_words, p_marks, 0, marked, AT_ONCE, TILE_WORDS)
+    b_total = popcount(b_next)
+    for first in range(AT_ONCE, marked, AT_ONCE):
+        b_more, _ = _marked_words(p_words, p_marks, first, marked, AT_ONCE, TILE_WORDS)
+        b_total += popcount(b_more)
     count = tl.sum(b_total, 0)
     tl.store(found + n, count)
     size = tl.minimum(count, budget)
     phase = mix(tl.load(token_hashes + n).to(tl.uint32, bitcast=True) + PHASE_SALT).to(tl.int64) * count >> 32
     if not WIDE:
         phase = phase.to(tl.int32)
-    if WHOLE:
-        b_bits = b_word.to(tl.uint32, bitcast=True)
-        _write_rows(p_rows, b_bits, b_total, 0, 0, count, size, phase, SIZE)
-    else:
-        done = tl.zeros((), dtype=tl.int32)
-        for w in range(0, num_words, SIZE):
-            b_bits = b_word.to(tl.uint32, bitcast=True)
-            # The next ones are asked for before these are written.
-            b_word = tl.load(p_words + w + SIZE + o, mask=w + SIZE + o < num_words, other=0)
-            b_counts = popcount(b_bits)
-            here = tl.sum(b_counts, 0)
-            if here > 0:
-                _write_rows(p_rows, b_bits, b_counts, w * WORD_BITS, done, count, size, phase, SIZE)
-            done += here
+
+    done = tl.zeros((), dtype=tl.int32)
+    for first in range(0, marked, AT_ONCE):
+        b_bits, b_first = b_next, b_next_first
+        # The next ones are asked for before these are written.
+        b_next, b_next_first = _marked_words(p_words, p_marks, first + AT_ONCE, marked, AT_ONCE, TILE_WORDS)
+        b_counts = popcount(b_bits)
+        _write_rows(p_rows, b_bits, b_counts, b_first, done, count, size, phase)
+        done += tl.sum(b_counts, 0)
 
 
 def select(
@@ -431,14 +469,14 @@ def select(
     words = num_tiles * operands.tile.cols // sampling.WORD_BITS
     selection = Selection(rows, new(num_tokens, dtype=torch.int32), new(words, dtype=torch.int32))
     fields = 2 + smoothing + stats
-    per_token = ((fields + stats) * num_tiles + words) * FP32_BYTES
+    per_token = _bytes_per_token(num_tiles, fields + stats, words)
     fixed = _fixed_bytes(num_tokens, budget, words) + held(plan.hot, plan.hot_place)
     chunk = _tokens_at_once(problem, operands.tile, per_token, fixed, num_tiles)
     buffer = new(fields * num_tiles * chunk, dtype=torch.float32)
     argmax_buffer = new(num_tiles * chunk, dtype=torch.int32) if stats else None
     mass = new(num_tiles, dtype=torch.float32) if smoothing else None
     bitmap = new((chunk, words), dtype=torch.int32)
-    list_words = min(next_power_of_2(words), LIST_WORDS)
+    marks = problem.input.new_zeros((chunk, _mark_pitch(num_tiles)), dtype=_mark_dtype(num_tiles))
     anchor, active = plan.anchor.contiguous(), plan.active.contiguous()
     num_ids = words * WORD_BITS.value  # whole tiles of them
     token_hashes, id_hashes = new(num_tokens, dtype=torch.int32), new(num_ids, dtype=torch.int32)
@@ -453,23 +491,39 @@ def select(
         if specialise:
             hopper.select_tiles(
                 part, anchor[start:stop], (token_hashes[start:stop], id_hashes), selection.cold, eps,
-                buffer, results.target_logit[start:stop], bitmap,
+                buffer, results.target_logit[start:stop], bitmap, marks,
             )  # fmt: skip
         else:
             _select_kernel[part.grid()](
                 *part.handles(), part.bias, part.smoothing_weight, part.target,
                 anchor[start:stop], token_hashes[start:stop], id_hashes, selection.cold,
-                buffer, argmax_buffer, mass, results.target_logit[start:stop], bitmap,
-                *part.sizes(), part.scale, part.softcap or 1.0, *eps, words, STATS=stats, **part.flags(),
+                buffer, argmax_buffer, mass, results.target_logit[start:stop], bitmap, marks,
+                *part.sizes(), part.scale, part.softcap or 1.0, *eps, words, marks.shape[1],
+                STATS=stats, **part.flags(),
             )  # fmt: skip
         forward.fold_chunk(results, slice(start, stop), buffer, argmax_buffer, mass, num_tiles)
         _list_kernel[(stop - start,)](
-            bitmap, token_hashes[start:stop], active[start:stop],
-            selection.found[start:stop], selection.rows[start:stop], words, budget,
-            WHOLE=words <= list_words, WIDE=num_rows * (budget + 1) >= 2**31,
-            SIZE=list_words, COUNT_SIZE=COUNT_WORDS, UNIT=math.gcd(words, 4), num_warps=LIST_WARPS,
+            bitmap, marks, token_hashes[start:stop], active[start:stop],
+            selection.found[start:stop], selection.rows[start:stop], num_tiles, marks.shape[1] // MARK_UNIT, budget,
+            WIDE=num_rows * (budget + 1) >= 2**31, MARK_UNIT=MARK_UNIT,
+            MARK_WORDS=min(next_power_of_2(cdiv(num_tiles, sampling.WORD_BITS)), MARK_WORDS),
+            AT_ONCE=TILES_AT_ONCE, TILE_WORDS=words // num_tiles, num_warps=LIST_WARPS,
         )  # fmt: skip
     return results, selection
+
+
+def _mark_dtype(num_tiles: int) -> torch.dtype:
+    """Of numbers of tiles."""
+    return torch.int16 if num_tiles < 2**15 else torch.int32
+
+
+def _mark_pitch(num_tiles: int) -> int:
+    return cdiv(num_tiles, MARK_UNIT) * MARK_UNIT
+
+
+def _bytes_per_token(num_tiles: int, values: int, words: int) -> int:
+    """Of a chunk: partials, bits and marks."""
+    return (values * num_tiles + words) * FP32_BYTES + _mark_pitch(num_tiles) * _mark_dtype(num_tiles).itemsize
 
 
 def _fixed_bytes(num_tokens: int, budget: int, words: int) -> int:
@@ -482,8 +536,8 @@ def least_workspace(num_tokens: int, num_rows: int, dtype: torch.dtype, size: Sa
     """Enough for any options on any device."""
     tile = extreme_tile(dtype)
     words = cdiv(num_rows, tile.cols) * tile.cols // WORD_BITS.value
-    per_token = (forward.MOST_VALUES * cdiv(num_rows, FEWEST_COLS) + words) * FP32_BYTES
-    chunk = allocated(per_token * min(tile.rows, num_tokens)) + 4 * ALLOCATION
+    per_token = _bytes_per_token(cdiv(num_rows, FEWEST_COLS), forward.MOST_VALUES, words)
+    chunk = allocated(per_token * min(tile.rows, num_tokens)) + 5 * ALLOCATION
     kept = chosen_bytes(num_tokens, size)
     return chunk + kept + _fixed_bytes(num_tokens, min(size.budget, num_rows), words)
 

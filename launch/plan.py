@@ -166,7 +166,8 @@ def sampled(shape: Shape) -> int:
     budget = min(mode.most_entries, shape.rows)
     lists = FP32 * shape.tokens * budget
     tiles = -(-shape.rows // tile.cols)
-    per_token = (PARTIALS * tiles + tiles * tile.cols // select_entries.WORD_BITS.value) * FP32
+    words = tiles * tile.cols // select_entries.WORD_BITS.value
+    per_token = select_entries._bytes_per_token(tiles, PARTIALS, words)
     select = per_token * select_entries._tokens_at_once(problem, tile, per_token, lists, tiles)
 
     hot = min(mode.reference_rows, shape.rows)
