@@ -46,6 +46,7 @@ ANCHOR_TOKENS = 128
 LARGEST_EXPONENT = tl.constexpr(sampling.LARGEST_EXPONENT * 1.4426950408889634)
 LARGEST_LOGIT = tl.constexpr(sampling.LARGEST_EXPONENT)
 SMALLEST_EXPONENT = tl.constexpr(-1000.0)
+LEEWAY = tl.constexpr(sampling.LEEWAY)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "vocab_size", "num_levels"])
@@ -414,8 +415,8 @@ def _anchor_kernel(sums, num_cold, out, num_tokens, num_others, SIZE: tl.constex
     b_variance = tl.load(p + 3 * num_tokens, mask=m_n, other=0.0) / size - b_mean * b_mean
     b_normal = b_mean + 0.5 * tl.where(b_variance < 0.0, 0.0, b_variance)
     b_normal = tl.exp(tl.where(b_normal > LARGEST_LOGIT, LARGEST_LOGIT, b_normal))
-    b_average = tl.load(p + 4 * num_tokens, mask=m_n, other=0.0) / size
-    b_typical = tl.where(b_average < b_normal, b_average, b_normal)  # NaN if the second is
+    b_most = LEEWAY * tl.load(p + 4 * num_tokens, mask=m_n, other=0.0) / size
+    b_typical = tl.where(b_most < b_normal, b_most, b_normal)  # NaN if the second is
     b_anchor = tl.log(b_known + num_others.to(tl.float64) * b_typical)
     tl.store(out + o_n, b_anchor.to(tl.float32), mask=m_n)
 

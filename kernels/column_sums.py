@@ -1,12 +1,11 @@
 """grad C of the sampled mode: each row's entries, ``weight * E_n``, summed in registers and written once.
 
 Most rows have no entry: a program takes a few rows, sets those to 0 all together, and sums the others one by one. A
-long row, with hundreds of times the average's entries, would bound the time: it gets programs of its own, which have
-several warps and read ahead. They need no list of such rows: every so many entries, a program looks whether the place
-is the first such one in a long row.
+long row, with hundreds of times the average's entries, would keep all waiting if it were begun late: the first programs
+take the long rows, and the others go on beside them. They need no list of such rows: every so many entries, a program
+looks whether the place is the first such one in a long row.
 
-A row's sum depends on its slots alone, whatever else there is: one after another, or in a long row as many sums as
-entries are taken at a time, joined in the end; fp32.
+A row's sum depends on its slots alone, whatever else there is: some at a time, in their order; fp32.
 """
 
 from __future__ import annotations
@@ -23,9 +22,8 @@ from .tiles import INTERPRETED, cache_bytes, cdiv
 BLOCK, ROWS, STRIDE, MANY = 256, 8, 64, 8
 """What a program, a warp, sums: elements of a row; rows one after another, so far apart, since ids are often sorted by
 frequency and neighbours have much to do; entries of a row at a time as long as there are so many."""
-LONG = 16 if INTERPRETED else 512
-LONG_AT_ONCE, LONG_STAGES, LONG_WARPS = (4, 1, 1) if INTERPRETED else (16, 3, 4)
-"""From how many entries on a row is long; how many of them are taken at a time, and by how many warps."""
+LONG = 16 if INTERPRETED else 256
+"""From how many entries on a row is begun early."""
 LONG_PROGRAMS = 3 if INTERPRETED else 4096
 """Most lists are far from full: one program for as many entries as there could be would find nothing to do."""
 
@@ -136,8 +134,80 @@ def _write_row(  # type: ignore[no-untyped-def]
             tl.store(bias_out + v, s_bias)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_blocks", "slots_per_token", "factor", "shift"])
+@triton.jit
+def _sum_row(  # type: ignore[no-untyped-def]
+    input,
+    starts,
+    ordered,
+    slot_grads,
+    hot_place,
+    hot_weight_grad,
+    hot_bias_grad,
+    smoothing_weight,
+    smoothed_input,
+    smoothing_sum,
+    out,
+    bias_out,
+    v,
+    piece,
+    o_d,
+    m_d,
+    hidden,
+    slots_per_token,
+    factor,
+    shift,
+    input_stride_n,
+    input_stride_d,
+    out_stride_v,
+    scale,
+    HAS_HOT: tl.constexpr,
+    HAS_SMOOTHING: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    WRITE: tl.constexpr,
+    BIAS: tl.constexpr,
+    WIDE: tl.constexpr,
+    EVEN: tl.constexpr,
+    MANY: tl.constexpr,
+):
+    """One piece of row ``v``, summed and written."""
+    begin = tl.load(starts + v)
+    end = tl.load(starts + v + 1)
+    b_before = _before(out, v, o_d, m_d, out_stride_v, ACCUMULATE)
+    b_acc = tl.zeros_like(o_d).to(tl.float32)
+    s_bias = 0.0
+    many = begin + (end - begin) // MANY * MANY
+    for place in range(begin, many, MANY):
+        b_sum, s_sum = _column_sum(
+            input, ordered, slot_grads, place, o_d, m_d, slots_per_token, factor, shift,
+            input_stride_n, input_stride_d, WIDE, WRITE, EVEN, MANY,
+        )  # fmt: skip
+        b_acc += b_sum
+        s_bias += s_sum
+    for place in range(many, end):
+        b_sum, s_sum = _column_sum(
+            input, ordered, slot_grads, place, o_d, m_d, slots_per_token, factor, shift,
+            input_stride_n, input_stride_d, WIDE, WRITE, EVEN, 1,
+        )  # fmt: skip
+        b_acc += b_sum
+        s_bias += s_sum
+    if HAS_HOT:
+        hot = tl.load(hot_place + v) - 1
+        if hot >= 0:
+            if WRITE:
+                b_acc += tl.load(hot_weight_grad + hot.to(tl.int64) * hidden + o_d, mask=m_d, other=0.0)
+            if BIAS:
+                s_bias += tl.load(hot_bias_grad + hot)
+    _write_row(
+        out, bias_out, v, piece, o_d, m_d, b_acc, s_bias, b_before, smoothing_weight, smoothed_input, smoothing_sum,
+        out_stride_v, scale, HAS_SMOOTHING, ACCUMULATE, WRITE, BIAS,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_blocks", "long_programs", "slots_per_token", "factor", "shift"])
 def weight_grad_kernel(  # type: ignore[no-untyped-def]
+    target,
+    rows,
+    found,
     input,
     starts,
     ordered,
@@ -153,6 +223,7 @@ def weight_grad_kernel(  # type: ignore[no-untyped-def]
     hidden,
     num_rows,
     num_blocks,
+    long_programs,
     slots_per_token,
     factor,
     shift,
@@ -174,143 +245,69 @@ def weight_grad_kernel(  # type: ignore[no-untyped-def]
     STRIDE: tl.constexpr,
     BY_PIECE: tl.constexpr,
 ):
-    """One piece of ROWS rows of grad C but the long ones; the first piece also makes the gradients of their biases.
+    """One piece of ROWS rows of grad C; the first piece also makes the gradients of their biases.
 
-    All rows' first pieces come first if BY_PIECE, else all pieces of the first rows.
+    The first ``long_programs`` take the long rows instead, a row's place being the first multiple of LONG that it
+    reaches. As to the others, all rows' first pieces come first if BY_PIECE, else all pieces of the first rows.
     """
     tl.static_assert(ROWS <= 31, "a bit each in an int32, below its sign")
-    if BY_PIECE:
-        num_groups = tl.num_programs(0) // num_blocks
-        group = tl.program_id(0) % num_groups
-        piece = tl.program_id(0) // num_groups
+    if tl.program_id(0) < long_programs:
+        total = tl.load(starts + num_rows)
+        for item in range(tl.program_id(0), tl.cdiv(total, LONG).to(tl.int32) * num_blocks, long_programs):
+            place = (item // num_blocks).to(tl.int64) * LONG
+            piece = item % num_blocks
+            v, _ = row_of_slot(tl.load(ordered + place), True, target, rows, found, slots_per_token - 1)
+            v = v.to(tl.int64)
+            begin = tl.load(starts + v)
+            if (tl.load(starts + v + 1) - begin >= LONG) & (begin + LONG > place):
+                o_d = (piece * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+                _sum_row(
+                    input, starts, ordered, slot_grads, hot_place, hot_weight_grad, hot_bias_grad,
+                    smoothing_weight, smoothed_input, smoothing_sum, out, bias_out, v, piece, o_d, o_d < hidden,
+                    hidden, slots_per_token, factor, shift, input_stride_n, input_stride_d, out_stride_v, scale,
+                    HAS_HOT, HAS_SMOOTHING, ACCUMULATE, WRITE, BIAS, WIDE, EVEN, MANY,
+                )  # fmt: skip
     else:
-        group = tl.program_id(0) // num_blocks
-        piece = tl.program_id(0) % num_blocks
-    first = (group // STRIDE).to(tl.int64) * (STRIDE * ROWS) + group % STRIDE
-    o_d = (piece * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
-    m_d = o_d < hidden
-    o_bit = tl.arange(0, ROWS)
-    o_row = first + o_bit * STRIDE
-    m_row = o_row < num_rows
-    b_begin = tl.load(starts + o_row, mask=m_row, other=0)
-    b_end = tl.load(starts + o_row + 1, mask=m_row, other=0)
-    m_occurs = b_end > b_begin
-    if HAS_HOT:
-        m_occurs |= tl.load(hot_place + o_row, mask=m_row, other=0) > 0
-    if HAS_SMOOTHING:
-        m_occurs |= m_row
-    m_nothing = m_row & ~m_occurs
-    if WRITE and not ACCUMULATE:
-        p_out = out + o_row[:, None] * out_stride_v + o_d[None, :]
-        m_out = m_nothing[:, None] if EVEN else m_nothing[:, None] & m_d[None, :]
-        tl.store(p_out, tl.zeros((ROWS, BLOCK), dtype=out.dtype.element_ty), mask=m_out, eviction_policy="evict_first")
-    if BIAS:  # noqa: SIM102
-        if piece == 0:
-            tl.store(bias_out + o_row, tl.zeros((ROWS,), dtype=tl.float32), mask=m_nothing)
-
-    left = tl.sum(tl.where(m_occurs & (b_end - b_begin < LONG), 1 << o_bit, 0), 0)
-    while left != 0:
-        others = left & (left - 1)
-        lowest = (left ^ others).to(tl.float32)  # a power of two: its exponent is the row's number
-        v = first + ((lowest.to(tl.int32, bitcast=True) >> 23) - 127) * STRIDE
-        left = others
-        begin = tl.load(starts + v)
-        end = tl.load(starts + v + 1)
-        b_before = _before(out, v, o_d, m_d, out_stride_v, ACCUMULATE)
-        b_acc = tl.zeros((BLOCK,), dtype=tl.float32)
-        s_bias = 0.0
-        many = begin + (end - begin) // MANY * MANY
-        for place in range(begin, many, MANY):
-            b_sum, s_sum = _column_sum(
-                input, ordered, slot_grads, place, o_d, m_d, slots_per_token, factor, shift,
-                input_stride_n, input_stride_d, WIDE, WRITE, EVEN, MANY,
-            )  # fmt: skip
-            b_acc += b_sum
-            s_bias += s_sum
-        for place in range(many, end):
-            b_sum, s_sum = _column_sum(
-                input, ordered, slot_grads, place, o_d, m_d, slots_per_token, factor, shift,
-                input_stride_n, input_stride_d, WIDE, WRITE, EVEN, 1,
-            )  # fmt: skip
-            b_acc += b_sum
-            s_bias += s_sum
+        program = tl.program_id(0) - long_programs
+        if BY_PIECE:
+            num_groups = (tl.num_programs(0) - long_programs) // num_blocks
+            group = program % num_groups
+            piece = program // num_groups
+        else:
+            group = program // num_blocks
+            piece = program % num_blocks
+        first = (group // STRIDE).to(tl.int64) * (STRIDE * ROWS) + group % STRIDE
+        o_d = (piece * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+        m_d = o_d < hidden
+        o_bit = tl.arange(0, ROWS)
+        o_row = first + o_bit * STRIDE
+        m_row = o_row < num_rows
+        b_begin = tl.load(starts + o_row, mask=m_row, other=0)
+        b_end = tl.load(starts + o_row + 1, mask=m_row, other=0)
+        m_occurs = b_end > b_begin
         if HAS_HOT:
-            hot = tl.load(hot_place + v) - 1
-            if hot >= 0:
-                if WRITE:
-                    b_acc += tl.load(hot_weight_grad + hot.to(tl.int64) * hidden + o_d, mask=m_d, other=0.0)
-                if BIAS:
-                    s_bias += tl.load(hot_bias_grad + hot)
-        _write_row(
-            out, bias_out, v, piece, o_d, m_d, b_acc, s_bias, b_before, smoothing_weight, smoothed_input, smoothing_sum,
-            out_stride_v, scale, HAS_SMOOTHING, ACCUMULATE, WRITE, BIAS,
-        )  # fmt: skip
+            m_occurs |= tl.load(hot_place + o_row, mask=m_row, other=0) > 0
+        if HAS_SMOOTHING:
+            m_occurs |= m_row
+        m_nothing = m_row & ~m_occurs
+        if WRITE and not ACCUMULATE:
+            p_out = out + o_row[:, None] * out_stride_v + o_d[None, :]
+            m_out = m_nothing[:, None] if EVEN else m_nothing[:, None] & m_d[None, :]
+            b_zero = tl.zeros((ROWS, BLOCK), dtype=out.dtype.element_ty)
+            tl.store(p_out, b_zero, mask=m_out, eviction_policy="evict_first")
+        if BIAS:  # noqa: SIM102
+            if piece == 0:
+                tl.store(bias_out + o_row, tl.zeros((ROWS,), dtype=tl.float32), mask=m_nothing)
 
-
-@triton.jit(do_not_specialize=["num_rows", "num_blocks", "slots_per_token", "factor", "shift"])
-def long_weight_grad_kernel(  # type: ignore[no-untyped-def]
-    target,
-    rows,
-    found,
-    input,
-    starts,
-    ordered,
-    slot_grads,
-    smoothing_weight,
-    smoothed_input,
-    smoothing_sum,
-    out,
-    bias_out,
-    hidden,
-    num_rows,
-    num_blocks,
-    slots_per_token,
-    factor,
-    shift,
-    input_stride_n,
-    input_stride_d,
-    out_stride_v,
-    scale,
-    HAS_SMOOTHING: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-    WRITE: tl.constexpr,
-    BIAS: tl.constexpr,
-    WIDE: tl.constexpr,
-    EVEN: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LONG: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """One piece of every so many long rows: a row's place is the first multiple of LONG that it reaches.
-
-    A hot row isn't sampled, so it is never long.
-    """
-    total = tl.load(starts + num_rows)
-    for item in range(tl.program_id(0), tl.cdiv(total, LONG).to(tl.int32) * num_blocks, tl.num_programs(0)):
-        place = (item // num_blocks).to(tl.int64) * LONG
-        piece = item % num_blocks
-        v, _ = row_of_slot(tl.load(ordered + place), True, target, rows, found, slots_per_token - 1)
-        v = v.to(tl.int64)
-        begin = tl.load(starts + v)
-        end = tl.load(starts + v + 1)
-        if (end - begin >= LONG) & (begin + LONG > place):
-            o_d = (piece * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
-            m_d = o_d < hidden
-            b_before = _before(out, v, o_d, m_d, out_stride_v, ACCUMULATE)
-            b_acc = tl.zeros((AT_ONCE, BLOCK), dtype=tl.float32)
-            b_bias = tl.zeros((AT_ONCE,), dtype=tl.float32)
-            for first in tl.range(begin, end, AT_ONCE, num_stages=STAGES):
-                o = first + tl.arange(0, AT_ONCE)
-                # Behind the end, the last entry again, of no weight.
-                b_slot = tl.load(ordered + tl.minimum(o, end - 1))
-                b_g = tl.where(o < end, tl.load(slot_grads + b_slot), 0.0)
-                b_bias += b_g
-                if WRITE:
-                    p_e = input + _token_of(b_slot, slots_per_token, factor, shift, WIDE)[:, None] * input_stride_n
-                    b_acc += read(p_e + o_d[None, :] * input_stride_d, m_d[None, :], not EVEN) * b_g[:, None]
-            _write_row(
-                out, bias_out, v, piece, o_d, m_d, tl.sum(b_acc, 0), tl.sum(b_bias, 0), b_before,
-                smoothing_weight, smoothed_input, smoothing_sum,
-                out_stride_v, scale, HAS_SMOOTHING, ACCUMULATE, WRITE, BIAS,
+        left = tl.sum(tl.where(m_occurs & (b_end - b_begin < LONG), 1 << o_bit, 0), 0)
+        while left != 0:
+            others = left & (left - 1)
+            lowest = (left ^ others).to(tl.float32)  # a power of two: its exponent is the row's number
+            left = others
+            _sum_row(
+                input, starts, ordered, slot_grads, hot_place, hot_weight_grad, hot_bias_grad,
+                smoothing_weight, smoothed_input, smoothing_sum, out, bias_out,
+                first + ((lowest.to(tl.int32, bitcast=True) >> 23) - 127) * STRIDE, piece, o_d, m_d,
+                hidden, slots_per_token, factor, shift, input_stride_n, input_stride_d, out_stride_v, scale,
+                HAS_HOT, HAS_SMOOTHING, ACCUMULATE, WRITE, BIAS, WIDE, EVEN, MANY,
             )  # fmt: skip

@@ -74,12 +74,12 @@ READ_AT_ONCE = 256
 LONGEST_OF_A_WARP = 2560
 MOST_OF_TWO_ROWS = 1280
 """Elements of a row, a warp, of which two rows at once still fit."""
-INPUT_GRAD_STAGES = 3
-"""One stage for the row numbers, one for the rows of C, one to compute."""
+INPUT_GRAD_STAGES, MOST_STAGES = 3, 7
+"""One stage for the row numbers, one for the rows of C, one to compute; or rows on their way for two turns more."""
 LONG_LIST = 4 if INTERPRETED else 64
 """Entries from which on a token is begun early."""
 ROWS_BYTES = 48 * 2**10
-"""Shared memory that rows on their way may take, if there are two at once: any device has it."""
+"""Shared memory that rows on their way may take, if there are two at once or more stages: any device has it."""
 SMALLEST_PROBABILITY = tl.constexpr(2.0**-23)
 SUM_ROWS, SUM_COLS, MOST_SPLITS = 32, 128, 64
 
@@ -90,13 +90,15 @@ class _Width:
 
     A power of two would waste up to half, so it is two of them. The smaller is no less than what the threads read at
     once, or they would have to share it out among the rows. A single warp sums a dot product without waiting for
-    others; more are needed where its registers don't hold the row.
+    others; more are needed where its registers don't hold the row. Where a single one's registers hold but one row, few
+    warps fit a processor, so rows are asked for earlier.
     """
 
     main: int
     rest: int
     warps: int
     at_once: int
+    stages: int
 
     @classmethod
     def of(cls, hidden: int, itemsize: int) -> _Width:
@@ -107,7 +109,8 @@ class _Width:
             main, rest = 2 * main, 0
         size = main + rest
         two = size <= MOST_OF_TWO_ROWS * warps and 2 * (INPUT_GRAD_STAGES - 1) * size * itemsize <= ROWS_BYTES
-        return cls(main, rest, warps, at_once=2 if two else 1)
+        early = warps == 1 and not two and (MOST_STAGES - 1) * size * itemsize <= ROWS_BYTES
+        return cls(main, rest, warps, 2 if two else 1, MOST_STAGES if early else INPUT_GRAD_STAGES)
 
     @property
     def unit(self) -> int:
@@ -781,7 +784,7 @@ class _Backward:
                 *problem.input.stride(), *problem.weight.stride(), *scalars,
                 HAS_SMOOTHING=smoothed is not None, HAS_HOT=has_hot, WRITE=self.input_grad is not None,
                 KEEP=self.wants_columns, MAIN=width.main, REST=width.rest, EVEN=width.fills(problem.hidden_size),
-                UNIT=width.unit, AT_ONCE=width.at_once, STAGES=INPUT_GRAD_STAGES, LONG_LIST=LONG_LIST,
+                UNIT=width.unit, AT_ONCE=width.at_once, STAGES=width.stages, LONG_LIST=LONG_LIST,
                 num_warps=width.warps, **flags,
             )  # fmt: skip
             return
@@ -818,34 +821,27 @@ class _Backward:
         block = min(next_power_of_2(problem.hidden_size), column_sums.BLOCK)
         blocks = 1 if buffer is None else cdiv(problem.hidden_size, block)
         divisor = column_sums.Divisor.of(selection.budget + 1)
-        entries = (problem.input, columns.starts, columns.slots, slot_grads)
-        results = (self.smoothing_weight, smoothed, total, buffer, bias_grad)
-        sizes = (problem.hidden_size, problem.num_rows, blocks, selection.budget + 1, divisor.factor, divisor.shift)
-        strides = (*problem.input.stride(), 0 if buffer is None else buffer.stride(0))
-        flags = {
-            "HAS_SMOOTHING": self.smoothing is not None,
-            "ACCUMULATE": request.weight is not None and request.weight.accumulate,
-            "WRITE": buffer is not None,
-            "BIAS": bias_grad is not None,
-            "WIDE": columns.slots.dtype == torch.int64,
-            "EVEN": problem.hidden_size % block == 0,
-            "BLOCK": block,
-            "LONG": column_sums.LONG,
-        }
-        if problem.num_tokens >= column_sums.LONG:
-            items = cdiv(self.slots, column_sums.LONG) * blocks
-            column_sums.long_weight_grad_kernel[(min(items, column_sums.LONG_PROGRAMS),)](
-                self.target, selection.rows, selection.found, *entries, *results, *sizes, *strides, problem.logit_scale,
-                AT_ONCE=column_sums.LONG_AT_ONCE, STAGES=column_sums.LONG_STAGES, num_warps=column_sums.LONG_WARPS,
-                **flags,
-            )  # fmt: skip
+        # No row has more entries than there are tokens.
+        long_items = cdiv(self.slots, column_sums.LONG) * blocks if problem.num_tokens >= column_sums.LONG else 0
+        long_programs = min(long_items, column_sums.LONG_PROGRAMS)
         groups = cdiv(problem.num_rows, column_sums.ROWS * column_sums.STRIDE) * column_sums.STRIDE
-        column_sums.weight_grad_kernel[(groups * blocks,)](
-            *entries, self.plan.hot_place,
+        column_sums.weight_grad_kernel[(long_programs + groups * blocks,)](
+            self.target, selection.rows, selection.found,
+            problem.input, columns.starts, columns.slots, slot_grads, self.plan.hot_place,
             None if hot is None else hot.weight_grad,
             None if hot is None else hot.bias_grad,
-            *results, *sizes, *strides, problem.logit_scale,
-            HAS_HOT=hot is not None, ROWS=column_sums.ROWS, MANY=column_sums.MANY, STRIDE=column_sums.STRIDE,
-            BY_PIECE=column_sums.by_piece(problem.input), num_warps=1, **flags,
+            self.smoothing_weight, smoothed, total, buffer, bias_grad,
+            problem.hidden_size, problem.num_rows, blocks, long_programs,
+            selection.budget + 1, divisor.factor, divisor.shift,
+            *problem.input.stride(), 0 if buffer is None else buffer.stride(0), problem.logit_scale,
+            HAS_HOT=hot is not None,
+            HAS_SMOOTHING=self.smoothing is not None,
+            ACCUMULATE=request.weight is not None and request.weight.accumulate,
+            WRITE=buffer is not None,
+            BIAS=bias_grad is not None,
+            WIDE=columns.slots.dtype == torch.int64,
+            EVEN=problem.hidden_size % block == 0,
+            BLOCK=block, ROWS=column_sums.ROWS, MANY=column_sums.MANY, LONG=column_sums.LONG, STRIDE=column_sums.STRIDE,
+            BY_PIECE=column_sums.by_piece(problem.input), num_warps=1,
         )  # fmt: skip
         return bias_grad

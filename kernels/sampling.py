@@ -49,6 +49,8 @@ SMALLEST_SUM, LARGEST_SUM = 2.0**-90, 2.0**20
 COLD_ROWS = 256
 """Rows outside the hot ones whose logits stand for all the others' in the anchor. Where those have a standard deviation
 of 2.5 nats, their part is known to 0.3 nats, and it is a small part wherever the softmax isn't flat."""
+LEEWAY = 3.0
+"""By how much the others' part may exceed what the sample's exponentials say."""
 _ANCHOR_TOKENS = 1024
 LARGEST_EXPONENT = 600.0
 
@@ -244,12 +246,12 @@ def anchor(sums: Tensor, rows: AnchorRows) -> Tensor:
     """r, fp32 ``[N]``, from the group's sums.
 
     The cold rows' part is estimated twice from their sample: as if their logits were normal (mean plus half the
-    variance), and by the mean of their exponentials. The smaller counts: the first overshoots if the logits have two
-    modes, the second if one large logit happens to be in the sample, and an anchor too low costs only longer lists.
-    Without a cold row in the sample, that mean is 0.
+    variance), and by the mean of their exponentials. The latter mostly misses the few rows that matter; the former
+    overshoots if the logits have two modes. So the former counts, but no more than ``LEEWAY`` times the latter: an
+    anchor too low makes longer lists, one too high more noise. Without a cold row in the sample, that mean is 0.
     """
     size = rows.num_cold.clamp(min=1)
     mean = sums[2] / size
     normal = mean + 0.5 * (sums[3] / size - mean.square()).clamp(min=0.0)
-    typical = torch.minimum(normal.clamp(max=LARGEST_EXPONENT).exp(), sums[4] / size)
+    typical = torch.minimum(normal.clamp(max=LARGEST_EXPONENT).exp(), LEEWAY * sums[4] / size)
     return (sums[0] + sums[1] + rows.num_others * typical).log().float()

@@ -26,7 +26,7 @@ from .tiles import INTERPRETED, cdiv, next_power_of_2
 from .workspace import FP32_BYTES, allocated
 
 SLOTS_AT_ONCE, SLOT_WARPS = (16, 1) if INTERPRETED else (256, 4)
-ORDER_SLOTS, ORDER_AT_ONCE, ORDER_WARPS = (16, 16, 1) if INTERPRETED else (64, 32, 2)
+ORDER_SLOTS, ORDER_AT_ONCE, ORDER_WARPS = (16, 16, 1) if INTERPRETED else (32, 32, 1)
 ORDER_PROGRAMS = 5 if INTERPRETED else 8192
 """Most lists are far from full: one program for as many entries as there could be would find nothing to do."""
 LEAST_LONG, LONG_PART = (16, 4) if INTERPRETED else (1024, 8)

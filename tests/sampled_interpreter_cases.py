@@ -367,7 +367,7 @@ def test_rows_fit(hidden: int, itemsize: int) -> None:
     width = sampled._Width.of(hidden, itemsize)
     assert hidden <= width.main + width.rest < 2 * hidden + 2 * sampled.READ_AT_ONCE
     assert width.main % width.unit == width.rest % width.unit == 0
-    assert 2 * width.at_once * (width.main + width.rest) * itemsize <= 64 * 2**10
+    assert (width.stages - 1) * width.at_once * (width.main + width.rest) * itemsize <= 64 * 2**10
     assert width.fills(hidden) == (hidden not in (576, 7168))
 
 
