@@ -251,6 +251,14 @@ def test_nothing(tokens: int, rows: int, accumulate: bool) -> None:
     assert torch.equal(got.gradients.weight, torch.full((rows, SMALL["hidden"]), float(accumulate)))
 
 
+def test_more_tiles_than_are_looked_at_together() -> None:
+    """A token's marks are read in several turns."""
+    case = SampledCase.make(small(tokens=3, rows=1200), eps=2.0**-4)
+    assert tiles._INTERPRETER.cols * select_entries.MARK_WORDS * sampling.WORD_BITS < 1200
+    compare(case, TOLERANCE)
+    assert {row // 600 for line in kept_entries(case) for row in line} == {0, 1}
+
+
 def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the forward, and of the hot rows' gradients."""
     case = SampledCase.make(small(tokens=33, bias=True))
