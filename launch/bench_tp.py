@@ -14,6 +14,9 @@ is its time over that of the group times the group's size. Memory is the peak ab
 Megatron-core's figures are those of its output layer and its vocabulary-parallel cross-entropy. It asks for
 CUDA_DEVICE_MAX_CONNECTIONS=1 where collectives are to overlap.
 
+With --trace the sampled mode's steps are profiled as well: a picture of the first rank's at the first shape, and at
+every shape how long each rank's kernels take, by what they are for.
+
 The predictions for larger groups of the same kind of link are a model, no measurement; see ``bench_tp_model``.
 """
 
@@ -229,7 +232,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="cpu: by the wall clock")
     parser.add_argument(
-        "--trace", type=writable_file, metavar="PNG", help="draw what the first shape's sampled step does when"
+        "--trace", type=writable_file, metavar="PNG",
+        help="draw when the first shape's sampled step does what, and tell, at every shape, how long each rank does it",
     )  # fmt: skip
     add_json(parser)
 
@@ -320,10 +324,10 @@ def _measure_all(
             shape, place.size, logits, str(plan.dtype).removeprefix("torch."), device, plan.repeats, product.ms, rows,
             _predict(rows, links, place.size), options.shuffle,
         )  # fmt: skip
+        if options.trace is not None:
+            case = replace(case, parts=_trace(problem, plan, place, None if cases else options.trace))
         cases.append(case)
         show(case, output)
-        if options.trace is not None and len(cases) == 1:
-            _trace(problem, plan, place, options.trace)
         if place.rank == 0 and options.json is not None:
             write_json(options.json, cases, links, _overlap(options))
         del problem, meter
@@ -346,22 +350,24 @@ def _predict(rows: Sequence[Row], links: Sequence[Link], ranks: int) -> list[Pre
     return found
 
 
-def _trace(problem: Problem, plan: Plan, place: Place, path: Path) -> None:
-    """Both layouts of the sampled mode, as the first rank's device saw a step."""
+def _trace(problem: Problem, plan: Plan, place: Place, path: Path | None) -> dict[str, list[dict[str, float]]]:
+    """Both layouts of the sampled mode: how long each rank's kernels took, and the first rank's picture."""
     product = product_of(problem)
     steps = {
         f"sampled{', sequence parallel' * layout}": our_step(problem, place, plan.mode("sampled"), layout)
         for layout in (False, True)
     }
-    timelines = {}
+    timelines, parts = {}, {}
     for name, step in steps.items():
         for _ in range(3):
             step()
         timelines[name] = bench_tp_trace.record(step, product, place.align)
-    if place.rank == 0:
+        parts[name] = place.of_every_rank(bench_tp_trace.busy(timelines[name]))
+    if place.rank == 0 and path is not None:
         tokens, vocabulary, hidden = problem.whole.shape
         title = f"{tokens:,} tokens, {vocabulary:,} rows on {place.size} ranks, D = {hidden:,}: the first rank"
         bench_tp_trace.draw(timelines, title, path)
+    return parts
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
 
 from cce_tp.collectives import Overlap
@@ -53,7 +54,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Case:
-    """All methods at one shape."""
+    """All methods at one shape.
+
+    Attributes:
+        parts: of a profiled step, by its name, how long each rank's kernels took, by the part of the step.
+    """
 
     shape: Shape
     tp: int
@@ -65,6 +70,7 @@ class Case:
     rows: list[Row]
     predictions: list[Prediction]
     shuffled: bool = False
+    parts: dict[str, list[dict[str, float]]] = field(default_factory=dict)
 
 
 def write_json(path: Path, cases: Sequence[Case], links: Sequence[Link], choice: Overlap) -> None:
@@ -136,6 +142,9 @@ def show(case: Case, output: Output | PlainOutput) -> None:
             for each in case.predictions
         ]
         output.table("prediction, not measured", ("", "tp", "ms", "/ G", "exposed", "efficiency"), predicted)
+    for name, ranks in case.parts.items():
+        parts = [(part, *(_number(rank.get(part)) for rank in ranks)) for part in dict.fromkeys(chain(*ranks))]
+        output.table(f"{name}, ms of kernels", ("", *(f"rank {rank}" for rank in range(len(ranks)))), parts)
 
 
 def comparisons(rows: Sequence[Row]) -> list[str]:

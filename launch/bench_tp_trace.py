@@ -92,6 +92,14 @@ def spans(events: Sequence[dict[str, Any]]) -> list[Span]:
     return [Span(part_of(e["name"]), (e["ts"] - begin) / 1e3, e["dur"] / 1e3) for e in after]
 
 
+def busy(found: Sequence[Span]) -> dict[str, float]:
+    """Milliseconds of each part's kernels; those of a collective wait for the other ranks, too."""
+    lengths = dict.fromkeys(COLOURS, 0.0)
+    for span in found:
+        lengths[span.part] += span.length
+    return {part: length for part, length in lengths.items() if length > 0}
+
+
 def long_kernels(found: Sequence[Span]) -> list[Span]:
     """Those beside which the others could hardly be seen."""
     return [span for span in found if span.part != "communication" and span.length > 2 * SHOWN_MS]

@@ -7,12 +7,13 @@ import statistics
 import time
 from collections.abc import Callable, Container
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 Work = Callable[[], object]
+_T = TypeVar("_T")
 
 SLOW_MS = 50.0
 """What takes longer, and may be, is repeated a quarter as often, but at least ``FEWEST`` times."""
@@ -97,6 +98,12 @@ class Place:
         values = torch.tensor([value], dtype=torch.float64, device=self.device)
         dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group)
         return float(values)
+
+    def of_every_rank(self, value: _T) -> list[_T]:
+        """The ranks' values, in their order."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
 
     def align(self) -> None:
         """What follows on this rank's device begins when the others get there, and finds all links awake.

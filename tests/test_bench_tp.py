@@ -21,6 +21,7 @@ from cce_tp.launch.bench_tp import Plan
 from cce_tp.launch.bench_tp_model import Link, Message, Step
 from cce_tp.launch.bench_tp_results import MEGATRON, OURS
 from cce_tp.launch.bench_tp_work import Problem, Recorder, Replay
+from cce_tp.launch.console import PlainOutput
 from cce_tp.launch.measure import GroupMeter, Place
 
 SHAPE = (8, 60, 6)
@@ -120,6 +121,14 @@ def test_prediction() -> None:
 # -- the picture
 
 
+def _every_rank(rank: Rank) -> list[dict[str, float]]:
+    return _place(rank).of_every_rank({"∇E": float(rank.index)})
+
+
+def test_every_rank_knows_of_all(pool: Pool) -> None:
+    assert pool.run(2, _every_rank) == [[{"∇E": 0.0}, {"∇E": 1.0}]] * 2
+
+
 def _trace() -> list[dict[str, Any]]:
     names = ["ampere_gemm", "at::cuda::spin_kernel", "_select_kernel", "_input_grad_kernel", "ncclDevKernel_AllReduce"]
     names += ["_arrive_kernel", "weight_grad_kernel", "fill"]
@@ -134,6 +143,8 @@ def test_spans_begin_behind_the_mark() -> None:
     ]  # fmt: skip
     assert found[0].begin == pytest.approx(0.1)
     assert {span.length for span in found} == {0.9}
+    assert bench_tp_trace.busy([*found, found[1]])["∇E"] == pytest.approx(1.8)
+    assert "anchor" not in bench_tp_trace.busy(found)
     with pytest.raises(ValueError, match="no mark"):
         bench_tp_trace.spans(_trace()[:3])
 
@@ -180,17 +191,22 @@ def test_usage(arguments: list[str], message: str, capsys: pytest.CaptureFixture
     assert message in capsys.readouterr().err
 
 
-def test_results_are_written(tmp_path: Path) -> None:
+def test_results_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     messages = (Message("all-reduce", "x", 4),)
     row = bench_tp_results.Row("sampled", True, None, 3.0, 2.0, 4.0, 10, 1.0, messages)
     peer = bench_tp_results.Row(MEGATRON[0], True, ms=9.0, peak_bytes=100)
     links = [Link("all-reduce", 0.0, 1e-9, {4: 1.0})]
-    case = bench_tp_results.Case(SHAPE, 2, "random", "float32", "CPU", 2, 1.0, [row, peer], [])
+    parts = {"sampled": [{"∇E": 2.0, "∇C": 1.0}, {"∇E": 0.5, "lists": 0.25}]}
+    case = bench_tp_results.Case(SHAPE, 2, "random", "float32", "CPU", 2, 1.0, [row, peer], [], parts=parts)
     bench_tp_results.write_json(tmp_path / "tp.json", [case], links, library_collectives.Overlap())
     found = json.loads((tmp_path / "tp.json").read_text())
     assert found["cases"][0]["rows"][0]["exposed"] == pytest.approx(1 / 3)
     assert found["cases"][0]["rows"][0]["efficiency"] == pytest.approx(2 / 3)
     assert found["cases"][0]["rows"][1]["efficiency"] is None
+    assert found["cases"][0]["parts"] == parts
+    bench_tp_results.show(case, PlainOutput())
+    table = capsys.readouterr().out.splitlines()
+    assert [line.split() for line in table[-3:]] == [["∇E", "2.000", "0.500"], ["∇C", "1.000"], ["lists", "0.250"]]
     assert bench_tp_results.comparisons(case.rows) == [
         "sampled against megatron-core fused, sequence parallel: 3.00 x faster, 10.0 x less memory"
     ]
@@ -214,3 +230,7 @@ def test_on_gpus(tmp_path: Path) -> None:
         "exact": 2, "filtered": 3, "sampled": 4,
     }  # fmt: skip
     assert (tmp_path / "tp.png").read_bytes().startswith(b"\x89PNG")
+    assert [len(ranks) for ranks in case["parts"].values()] == [2, 2]
+    assert all(
+        rank["∇E"] > 0 and rank["logits and decisions"] > 0 for ranks in case["parts"].values() for rank in ranks
+    )
