@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .entries import read, row_of_slot
+from .select_entries import lowest_bit
 from .tiles import INTERPRETED, cache_bytes, cdiv
 
 BLOCK, ROWS, STRIDE, MANY = 256, 8, 64, 8
@@ -301,13 +302,11 @@ def weight_grad_kernel(  # type: ignore[no-untyped-def]
 
         left = tl.sum(tl.where(m_occurs & (b_end - b_begin < LONG), 1 << o_bit, 0), 0)
         while left != 0:
-            others = left & (left - 1)
-            lowest = (left ^ others).to(tl.float32)  # a power of two: its exponent is the row's number
-            left = others
+            bit, left = lowest_bit(left)
             _sum_row(
                 input, starts, ordered, slot_grads, hot_place, hot_weight_grad, hot_bias_grad,
                 smoothing_weight, smoothed_input, smoothing_sum, out, bias_out,
-                first + ((lowest.to(tl.int32, bitcast=True) >> 23) - 127) * STRIDE, piece, o_d, m_d,
+                first + bit * STRIDE, piece, o_d, m_d,
                 hidden, slots_per_token, factor, shift, input_stride_n, input_stride_d, out_stride_v, scale,
                 HAS_HOT, HAS_SMOOTHING, ACCUMULATE, WRITE, BIAS, WIDE, EVEN, MANY,
             )  # fmt: skip

@@ -203,10 +203,11 @@ def anchor_sums(problem: LocalProblem, rows: AnchorRows) -> Tensor:
     looked_at, number = rows.rows.clamp(min=0), torch.arange(len(rows.rows), device=rows.rows.device)
     hot = (rows.rows >= 0) & (number < rows.num_hot)
     cold = (rows.rows >= 0) & (number >= rows.num_hot)
-    weight = problem.weight[looked_at]
+    # Products in fp64: a library's fp32 ones depend on how many tokens there are, and the anchor is not to.
+    weight = problem.weight[looked_at].double()
     for start in range(0, problem.num_tokens, _ANCHOR_TOKENS):
         block = slice(start, start + _ANCHOR_TOKENS)
-        z = finish_logits(problem, problem.input[block] @ weight.T, looked_at)
+        z = finish_logits(problem, problem.input[block].double() @ weight.T, looked_at)
         exponentials = _wide_exp(z)
         cold_z = torch.where(cold, z, 0.0).double()
         sums[0, block] = torch.where(hot, exponentials, 0.0).sum(dim=1)

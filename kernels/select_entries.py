@@ -340,8 +340,8 @@ def _marked_words(p_words, p_marks, first, marked, AT_ONCE: tl.constexpr, TILE_W
 
 
 @triton.jit
-def _lowest_bit(b_word):  # type: ignore[no-untyped-def]
-    """The number of each uint32's lowest bit, and the other bits."""
+def lowest_bit(b_word):  # type: ignore[no-untyped-def]
+    """The number of the lowest bit of a uint32, or of an int32 above 0, and the other bits."""
     b_others = b_word & (b_word - 1)
     b_lowest = (b_word ^ b_others).to(tl.float32)  # a power of two: its exponent is the bit's number
     return (b_lowest.to(tl.int32, bitcast=True) >> 23) - 127, b_others
@@ -362,7 +362,7 @@ def _gather_marked(p_marks, tiles, WORDS: tl.constexpr):  # type: ignore[no-unty
         # No place is beyond a tile's own, so what is overwritten was read: its mark is in the sum.
         b_place = marked + tl.cumsum(b_counts, 0) - b_counts
         for _ in range(0, tl.max(b_counts, 0)):
-            b_number, b_others = _lowest_bit(b_word)
+            b_number, b_others = lowest_bit(b_word)
             b_tile = (t + o_word + b_number).to(p_marks.dtype.element_ty)
             tl.store(p_marks + b_place, b_tile, mask=b_word != 0)
             b_word = b_others
@@ -377,7 +377,7 @@ def _write_rows(p_rows, b_word, b_counts, b_first, done, count, size, phase):  #
     b_place = done + tl.cumsum(b_counts, 0) - b_counts
     late = (phase >= size).to(phase.dtype)
     for _ in range(0, tl.max(b_counts, 0)):  # a word's lowest bit each time
-        b_bit, b_others = _lowest_bit(b_word)
+        b_bit, b_others = lowest_bit(b_word)
         b_row = b_first + b_bit
         if count == size:
             tl.store(p_rows + b_place, b_row, mask=b_word != 0)

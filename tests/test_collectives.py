@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from distributed import Collective, Pool, Rank
-from oracle import Options, relative_error
+from oracle import Options
 from problems import RankResult, Spec, run_spec
 
 import cce_tp
@@ -178,11 +178,7 @@ def test_little_goes_at_once(tokens: int, size: int) -> None:
 @pytest.mark.parametrize("mode", ["exact", SAMPLED], ids=["exact", "sampled"])
 @pytest.mark.parametrize("tp", [2, 4])
 def test_own_tokens_first(pool: Pool, options: Options, mode: Any, tp: int) -> None:
-    """Under sequence parallelism work begins before the others' tokens are here: the same bits.
-
-    But for the anchors' last ones, and so the weights': what a CPU's library makes of a token depends on how many there
-    are.
-    """
+    """Under sequence parallelism work begins before the others' tokens are here: the same bits."""
     spec = replace(PLAIN, shape=(12,), ignored=0.2, options=options, lse_grad=True, bias=True)
     keywords = {"sequence_parallel": True, "backward": mode}
     whole = pool.run(tp, _overlapped, spec, keywords, Overlap(anchor_tokens=None))
@@ -190,10 +186,8 @@ def test_own_tokens_first(pool: Pool, options: Options, mode: Any, tp: int) -> N
     for one, other in zip(whole, split, strict=True):
         sent, sent_in_turn = ([s for s in each.collectives if s.dtype != torch.uint8] for each in (one, other))
         assert sent == sent_in_turn
-        for name in ("loss", "lse"):
+        for name in ("loss", "lse", "grad_input", "grad_weight"):
             assert torch.equal(getattr(one, name), getattr(other, name)), name
-        for name in ("grad_input", "grad_weight"):
-            assert relative_error(getattr(other, name), getattr(one, name)) <= (0 if mode == "exact" else 1e-6), name
         assert all(torch.equal(one.stats[name], other.stats[name]) for name in ("correct", "entropy", "keep_rate"))
 
 
