@@ -10,12 +10,17 @@ first use of a key        1 all-gather                                          
 ``validate=True``         1 all-gather (the same), then 1 all-gather              [2048] bytes, [2, N] int64 a rank
 forward, sequence par.    1 all-gather                                            [N/T, D] a rank
 forward, sampled          1 all-reduce SUM                                        [5, N] fp64
+... hot rows shared out   and 1 all-reduce SUM                                    [H + S, D]
 forward, T <= 8           1 all-gather                                            [k, N] fp32 a rank
 forward, T > 8            all-reduce MAX, all-reduce SUM                          [N], [3 or more, N] fp32
 ... with statistics       and 1 all-reduce MIN                                    [N] int64
 backward                  1 all-reduce SUM                                        [N, D] in ``comm_dtype``
+... hot rows shared out   the same                                                [H + N, D]
 backward, sequence par.   1 all-gather, 1 reduce-scatter (on gloo an all-reduce)  [N/T, D], [N, D]
 ========================= ======================================================= =================================
+
+Hot rows (H of them, and S that are only looked at) are shared out by tokens in the sampled mode from 1,024 tokens a
+rank on, without sequence parallelism, a bias, a workspace or fp16: see ``shares_hot_rows``.
 
 The sampled backward may reduce in pieces, one behind the other: together they have the shape that the table says, and
 they count as the one large collective that they make up (see ``Overlap``). Gathers and reductions of ``D`` numbers a
@@ -326,12 +331,15 @@ class Overlap:
             others' are gathered; None for never.
         forward_tokens: the same of the exact mode's forward pass. Off: its programs share out the whole device in
             advance, so that those whose place the gather takes hold up all the others for as long as it lasts.
+        hot_tokens: from so many tokens a rank on, the ranks share out by tokens what the sampled mode does with the hot
+            rows, most of which one rank may hold; None for never.
     """
 
     pieces: int = 2
     least_bytes: int = 4 * 2**20
     anchor_tokens: int | None = 1024
     forward_tokens: int | None = None
+    hot_tokens: int | None = 1024
 
 
 _overlap = Overlap()
@@ -352,6 +360,20 @@ def own_tokens_first(gathering: Gathering, *, anchor: bool) -> bool:
     """Whether the anchor, or else the exact forward pass, begins before the others' tokens are here."""
     least = _overlap.anchor_tokens if anchor else _overlap.forward_tokens
     return gathering.under_way and least is not None and len(gathering.local) >= least
+
+
+def shares_hot_rows(num_tokens: int, group: TensorParallelGroup, sequence_parallel: bool) -> bool:
+    """Whether the ranks share out by tokens what is done with the hot rows.
+
+    Not under sequence parallelism: a reduce-scatter can't bring the hot rows' gradients to the ranks that hold them.
+    """
+    least = _overlap.hot_tokens
+    return not group.is_single and not sequence_parallel and least is not None and num_tokens >= least * group.size
+
+
+def share_of(num_tokens: int, group: TensorParallelGroup) -> tuple[int, int]:
+    """This rank's share of the tokens: the first, and the one behind the last."""
+    return num_tokens * group.rank // group.size, num_tokens * (group.rank + 1) // group.size
 
 
 def input_grad_pieces(
@@ -376,6 +398,9 @@ class InputGradReduction:
     """Sums the ranks' parts of the input gradient asynchronously: ``start``, do other work, then take ``result``.
 
     The pieces of one gradient count as one collective: together they move what it would.
+
+    Args:
+        ahead: so many rows in front of the first piece are summed with it, and are none of the gradient's.
     """
 
     def __init__(
@@ -384,8 +409,10 @@ class InputGradReduction:
         sequence_parallel: bool,
         dtype: torch.dtype,
         pieces: tuple[TokenPiece, ...] = (),
+        ahead: int = 0,
     ) -> None:
         self._group = group
+        self._ahead = ahead
         self._scatter = sequence_parallel and not group.is_single
         self._dtype = dtype
         self._tokens = sum(piece.size for piece in pieces)
@@ -416,6 +443,11 @@ class InputGradReduction:
         first = sum(len(total) for total in self._sums)
         return self._scattered[first : first + part.shape[0] // self._group.size]
 
+    def first(self) -> Tensor:
+        """The sum of the first piece."""
+        self._pending[0].wait()
+        return self._sums[0]
+
     def result(self) -> Tensor | None:
         """The sum: ``[N, D]``, or this rank's ``[N/T, D]``; None if ``start`` was never called."""
         for pending in self._pending:
@@ -425,7 +457,7 @@ class InputGradReduction:
         sums = self._sums
         if self._scatter and self._scattered is None:
             sums = [self._own_rows(total) for total in sums]
-        return _joined(sums).to(self._dtype)
+        return _joined(sums)[self._ahead :].to(self._dtype)
 
     def _own_rows(self, total: Tensor) -> Tensor:
         length = total.shape[0] // self._group.size

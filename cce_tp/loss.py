@@ -60,6 +60,7 @@ class _Call:
     main_grad: Tensor | None
     samples: bool
     filters: bool
+    has_bias: bool
 
     @property
     def softmax_rows(self) -> int:
@@ -150,12 +151,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
             ctx.plan = ctx.selection = None
             if call.samples or call.filters:
                 rows = _anchor_rows(call, target, active)
-                anchor = _anchor(call, gathering, problem_of, rows)
+                shared = _share_rows(call, weight, rows, len(target)) if ctx.needs_input_grad[0] else None
+                anchor = _anchor(call, gathering, problem_of, rows, shared)
             else:
                 partials = _partials(call, gathering, problem_of)
             problem = problem_of(gathering.tokens())
             if call.samples:
-                ctx.plan = _plan_sampling(call, rows, anchor, active)
+                ctx.plan = _plan_sampling(call, rows, anchor, active, _shared_hot(rows, shared, target))
                 partials, ctx.selection = call.implementation.select(problem, ctx.plan, stats=options.return_stats)
             elif call.filters:
                 ctx.plan = _plan_filter(call, problem.num_rows, anchor, active)
@@ -237,13 +239,39 @@ def _anchor_rows(call: _Call, target: Tensor, active: Tensor) -> sampling.Anchor
     return call.implementation.anchor_rows(target, active, ids, number)
 
 
+def _share_rows(call: _Call, weight: Tensor, rows: sampling.AnchorRows, num_tokens: int) -> sampling.SharedRows | None:
+    """All of these rows on every rank, where the ranks share out the work by tokens. One collective then."""
+    options = call.options
+    plain = call.samples and not call.has_bias and options.workspace is None and weight.dtype != torch.float16
+    if not plain or not collectives.shares_hot_rows(num_tokens, call.group, options.sequence_parallel):
+        return None
+    ours = call.implementation.gather_rows(weight[: call.softmax_rows], rows.rows)
+    whole = collectives.sum_small(ours, call.group, "gathering the hot rows")  # all other ranks' parts are 0
+    return sampling.SharedRows(whole, *collectives.share_of(num_tokens, call.group))
+
+
+def _shared_hot(
+    rows: sampling.AnchorRows, shared: sampling.SharedRows | None, target: Tensor
+) -> sampling.SharedHot | None:
+    if shared is None:
+        return None
+    number = rows.num_hot
+    return sampling.SharedHot(
+        shared.weight[:number], rows.ids[:number], rows.target_place(target), shared.first, shared.last
+    )
+
+
 def _anchor(
-    call: _Call, gathering: Gathering, problem_of: Callable[..., LocalProblem], rows: sampling.AnchorRows
+    call: _Call,
+    gathering: Gathering,
+    problem_of: Callable[..., LocalProblem],
+    rows: sampling.AnchorRows,
+    shared: sampling.SharedRows | None,
 ) -> Tensor:
     """A guess of the LSE, fp32 ``[N]``. One small collective."""
 
     def work(problem: LocalProblem) -> Tensor:
-        return call.implementation.anchor_sums(problem, rows)
+        return call.implementation.anchor_sums(problem, rows, shared)
 
     if collectives.own_tokens_first(gathering, anchor=True):
         sums = torch.cat(_own_tokens_first(gathering, call.group.rank, work, problem_of), dim=1)
@@ -252,7 +280,9 @@ def _anchor(
     return call.implementation.anchor(collectives.sum_small(sums, call.group, "summing the anchor"), rows)
 
 
-def _plan_sampling(call: _Call, rows: sampling.AnchorRows, anchor: Tensor, active: Tensor) -> SamplingPlan:
+def _plan_sampling(
+    call: _Call, rows: sampling.AnchorRows, anchor: Tensor, active: Tensor, shared: sampling.SharedHot | None
+) -> SamplingPlan:
     """What the sampled backward needs to know before the logits are computed."""
     mode, shard = call.options.mode, call.shard
     assert isinstance(mode, Sampled)
@@ -266,6 +296,7 @@ def _plan_sampling(call: _Call, rows: sampling.AnchorRows, anchor: Tensor, activ
         hot=rows.hot,
         hot_place=rows.place,
         first_id=shard.start,
+        shared=shared,
     )
 
 
@@ -320,9 +351,12 @@ def _gradients(ctx: Any, u: Tensor | None, h: Tensor | None) -> tuple[Tensor | N
     pieces: tuple[TokenPiece, ...] = ()
     if call.samples and needs_input:  # the other modes' is done all at once
         pieces = collectives.input_grad_pieces(problem.input.shape, dtype, call.group, sequence_parallel)
-    reduction = InputGradReduction(call.group, sequence_parallel, local_input.dtype, pieces)
+    shared = ctx.plan.shared if call.samples else None
+    ahead = 0 if shared is None else shared.num_hot
+    reduction = InputGradReduction(call.group, sequence_parallel, local_input.dtype, pieces, ahead)
     ready = gathering.tokens if gathering.under_way else None
-    request = GradientRequest(dtype if needs_input else None, destination, needs_bias, pieces, ready)
+    hot_ready = None if shared is None else reduction.first
+    request = GradientRequest(dtype if needs_input else None, destination, needs_bias, pieces, ready, hot_ready)
     if ctx.selection is None:
         real_bias_grad = call.implementation.gradients(problem, logit_grad, request, reduction.start)
     else:
@@ -504,6 +538,7 @@ def linear_cross_entropy(
         arguments.main_grad,
         samples,
         filters,
+        arguments.bias is not None,
     )
     tokens, targets = arguments.flattened()
     per_token, lse, *details = _LinearCrossEntropy.apply(

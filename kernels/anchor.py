@@ -90,6 +90,7 @@ def _choose_kernel(  # type: ignore[no-untyped-def]
     exceeding,
     tallies,
     rows,
+    ids,
     num_cold,
     num_ids,
     vocab_size,
@@ -103,7 +104,7 @@ def _choose_kernel(  # type: ignore[no-untyped-def]
     BLOCKS: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Numbers the hot rows among some ids, and marks the cold sample. Places of rows take the place of their counts."""
+    """Numbers the hot rows among some ids, and marks the cold sample. Places of ids take the place of their counts."""
     least = _least_count(exceeding, num_hot, num_levels, LEVELS)
     num_equals = num_hot - tl.load(exceeding + least)  # so many of those as frequent as the least frequent are hot
     block, num_blocks = tl.program_id(0), tl.num_programs(0)
@@ -126,12 +127,14 @@ def _choose_kernel(  # type: ignore[no-untyped-def]
     b_row = o_v - first_id
     m_here = (b_row >= 0) & (b_row < num_real)
     tl.store(rows + b_place, tl.where(m_here, b_row, -1).to(tl.int64), mask=m_hot)
-    tl.store(counts + o_v, tl.where(m_hot & m_here, b_place + 1, 0), mask=o_v < num_ids)
+    tl.store(ids + b_place, o_v.to(tl.int64), mask=m_hot)
+    tl.store(counts + o_v, tl.where(m_hot, b_place + 1, 0), mask=o_v < num_ids)
 
     # The sample's id i is i V // S, so i is v S / V, rounded up.
     b_i = (o_v * num_sample + vocab_size - 1) // vocab_size
     m_sample = (b_i < num_sample) & (b_i * vocab_size // num_sample == o_v)
     tl.store(rows + num_hot + b_i, tl.where(m_here & (m_hot == 0), b_row, -1).to(tl.int64), mask=m_sample)
+    tl.store(ids + num_hot + b_i, tl.where(m_hot == 0, o_v, -1).to(tl.int64), mask=m_sample)
     tl.atomic_add(num_cold, tl.sum((m_sample & (m_hot == 0)).to(tl.int32), 0), sem="relaxed")
 
 
@@ -144,7 +147,7 @@ def anchor_rows(target: Tensor, active: Tensor, ids: sampling.RowIds, reference_
     num_ids = max(vocab_size, ids.first + ids.num_rows)
     zeros = torch.zeros(num_ids + num_levels + 1, dtype=torch.int32, device=device)
     counts, exceeding, num_cold = zeros.split([num_ids, num_levels, 1])
-    rows = torch.empty(num_hot + num_sample, dtype=torch.int64, device=device)
+    rows, every = torch.empty(2, num_hot + num_sample, dtype=torch.int64, device=device)
     blocks = cdiv(num_ids, IDS)
     tallies = torch.empty(2 * blocks, dtype=torch.int32, device=device)
     sizes = {"SIZE": IDS, "LEVELS": 64, "num_warps": 4}
@@ -155,12 +158,15 @@ def anchor_rows(target: Tensor, active: Tensor, ids: sampling.RowIds, reference_
         )  # fmt: skip
     _tally_kernel[(blocks,)](counts, exceeding, tallies, vocab_size, num_hot, num_levels, **sizes)
     _choose_kernel[(blocks,)](
-        counts, exceeding, tallies, rows, num_cold,
+        counts, exceeding, tallies, rows, every, num_cold,
         num_ids, vocab_size, ids.first, ids.num_real, num_hot, num_sample, num_levels, BLOCKS=256,
         WIDE=(num_ids + 1) * num_sample + vocab_size >= 2**31, **sizes,
     )  # fmt: skip
     place = counts[ids.first : ids.first + ids.num_rows]
-    return sampling.AnchorRows(rows, num_hot, place, num_cold, vocab_size)
+    if ids.num_real < ids.num_rows:  # behind the rank's ids, padding, which has none, not the next rank's
+        place = place.clone()
+        place[ids.num_real :].zero_()
+    return sampling.AnchorRows(rows, num_hot, place, num_cold, vocab_size, every, counts)
 
 
 @triton.jit
@@ -320,38 +326,72 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
     tl.store(p_out + out_stride, tl.where(m_counts, _wide_exp(b_z), 0.0), mask=m_n)
 
 
-def anchor_sums(problem: LocalProblem, rows: sampling.AnchorRows, *, allow_tma: bool = True) -> Tensor:
+def anchor_sums(
+    problem: LocalProblem,
+    rows: sampling.AnchorRows,
+    shared: sampling.SharedRows | None = None,
+    *,
+    allow_tma: bool = True,
+) -> Tensor:
     """``sampling.anchor_sums`` by Triton: fp64 ``[5, N]``, in three launches, or two more for every further chunk.
+
+    Where the rows are shared, one less, and one more for the tokens on either side of this rank's.
 
     Args:
         allow_tma: whether tensor memory descriptors may be used where they can.
     """
     num_tokens, device = problem.num_tokens, problem.input.device
-    if problem.num_rows == 0 or num_tokens == 0:
+    if num_tokens == 0 or (problem.num_rows == 0 and shared is None):
         return torch.zeros(NUM_SUMS, num_tokens, dtype=torch.float64, device=device)
-    looked_at = rows.rows
-    gathered = replace(problem, weight=gather_rows(problem.weight, looked_at), smoothing_weight=None)
-    operands = LogitOperands.prepare(gathered, allow_tma=allow_tma)
+    sums = torch.empty(NUM_SUMS, num_tokens, dtype=torch.float64, device=device)
+    first, last, present = 0, num_tokens, rows.rows
+    weight = gather_rows(problem.weight, rows.rows) if shared is None else shared.weight
+    if shared is not None:
+        first, last, present = shared.first, shared.last, rows.ids
+        for start, stop in ((0, first), (last, num_tokens)):
+            _sum(problem, None, present, rows, sums, start, stop)
+    if first == last:
+        return sums
+    operands = LogitOperands.prepare(replace(problem, weight=weight, smoothing_weight=None), allow_tma=allow_tma)
     tile = look_tile(problem.input.dtype, num_tokens, problem.hidden_size, operands.tma)
     operands = replace(operands, tile=tile)
-    chunk = _tokens_at_once(problem, operands, rows)
+    chunk = _tokens_at_once(problem, operands, rows, last - first)
     room = (cdiv(chunk, tile.rows) * tile.rows, cdiv(operands.num_rows, tile.cols) * tile.cols)
     products = torch.empty(room, dtype=torch.float32, device=device)
-    sums = torch.empty(NUM_SUMS, num_tokens, dtype=torch.float64, device=device)
     flags = operands.flags()
-    options = {name: flags.pop(name) for name in ("HAS_BIAS", "HAS_SCALE", "HAS_SOFTCAP")}
-    del flags["HAS_SMOOTHING"]
-    for start in range(0, num_tokens, chunk):
-        part = operands.tokens(start, min(start + chunk, num_tokens))
-        _look_kernel[part.grid()](*part.handles(), looked_at, products, *part.sizes(), **flags)
-        _sum_kernel[(cdiv(part.num_tokens, SUM_TOKENS),)](
-            products, looked_at, part.input, problem.weight, part.bias, part.target, rows.place, sums[:, start:],
-            room[1], num_tokens, part.num_tokens, part.num_rows, rows.num_hot,
-            part.hidden, *part.input.stride(), *problem.weight.stride(), part.scale, part.softcap or 1.0, **options,
-            ROWS=SUM_TOKENS, COLS=32 if INTERPRETED else SUM_COLS, BLOCK=32 if INTERPRETED else SUM_BLOCK,
-            num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
+    for name in ("HAS_BIAS", "HAS_SCALE", "HAS_SOFTCAP", "HAS_SMOOTHING"):
+        del flags[name]
+    for start in range(first, last, chunk):
+        stop = min(start + chunk, last)
+        part = operands.tokens(start, stop)
+        _look_kernel[part.grid()](*part.handles(), present, products, *part.sizes(), **flags)
+        _sum(problem, products, present, rows, sums, start, stop)
     return sums
+
+
+def _sum(
+    problem: LocalProblem,
+    products: Tensor | None,
+    present: Tensor,
+    rows: sampling.AnchorRows,
+    sums: Tensor,
+    start: int,
+    stop: int,
+) -> None:
+    """The sums of some tokens; their targets' alone if there are no products."""
+    if start == stop:
+        return
+    tokens, target = problem.input[start:stop], problem.target[start:stop].contiguous()
+    bias = None if problem.bias is None else problem.bias.contiguous()
+    _sum_kernel[(cdiv(stop - start, SUM_TOKENS),)](
+        sums if products is None else products, present, tokens, problem.weight, bias, target, rows.place,
+        sums[:, start:], 0 if products is None else products.shape[1], sums.shape[1],
+        stop - start, 0 if products is None else len(present), rows.num_hot,
+        problem.hidden_size, *tokens.stride(), *problem.weight.stride(), problem.logit_scale, problem.softcap or 1.0,
+        HAS_BIAS=bias is not None, HAS_SCALE=problem.logit_scale != 1.0, HAS_SOFTCAP=problem.softcap is not None,
+        ROWS=SUM_TOKENS, COLS=32 if INTERPRETED else SUM_COLS, BLOCK=32 if INTERPRETED else SUM_BLOCK,
+        num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
 
 
 def tokens_at_once(num_tokens: int, looked_at: int, tile: Tile, budget: int = PRODUCT_BYTES) -> int:
@@ -391,11 +431,11 @@ def least_workspace(num_tokens: int, hidden: int, dtype: torch.dtype, size: Samp
     return fixed + allocated(_tile_bytes(looked_at, extreme_tile(dtype)))
 
 
-def _tokens_at_once(problem: LocalProblem, operands: LogitOperands, rows: sampling.AnchorRows) -> int:
+def _tokens_at_once(problem: LocalProblem, operands: LogitOperands, rows: sampling.AnchorRows, num_tokens: int) -> int:
     looked_at, tile, workspace = operands.num_rows, operands.tile, problem.workspace
     if workspace is None:
-        return tokens_at_once(problem.num_tokens, looked_at, tile)
-    num_tokens, hidden = problem.num_tokens, problem.hidden_size
+        return tokens_at_once(num_tokens, looked_at, tile)
+    hidden = problem.hidden_size
     fixed = _fixed_bytes(num_tokens, hidden, problem.input.dtype, looked_at, held(rows.rows, rows.place))
     least = fixed + allocated(_tile_bytes(looked_at, tile))
     if workspace < least:

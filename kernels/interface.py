@@ -31,7 +31,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from .fold import Packing
-    from .sampling import AnchorRows, RowIds
+    from .sampling import AnchorRows, RowIds, SharedHot, SharedRows
     from .tokens import Losses, TokenRule
 
 
@@ -170,6 +170,9 @@ class GradientRequest:
             whole, in the order of the tokens.
         input_ready: where E is still on its way here. It is to be called (``await_input``) before anything reads E,
             once whatever doesn't need E has been started.
+        hot_ready: with a plan whose hot rows are shared out. In front of the gradient of E, in the first piece, their
+            part of the gradient of C is handed on, ``[H, D]``, so that both are reduced together. Called later, this
+            returns that piece, which then holds the ranks' sums.
     """
 
     input_dtype: torch.dtype | None
@@ -177,16 +180,27 @@ class GradientRequest:
     bias: bool
     pieces: tuple[TokenPiece, ...] = ()
     input_ready: Callable[[], object] | None = None
+    hot_ready: Callable[[], Tensor] | None = None
 
     def await_input(self) -> None:
         """From here on E can be read."""
         if self.input_ready is not None:
             self.input_ready()
 
-    def hand_on(self, whole: Tensor, on_input_grad: InputGradReady) -> None:
-        """Give away the gradient of E, ``[N, D]`` in the order of the tokens, as was asked for."""
+    def hot_sum(self, part: Tensor) -> Tensor:
+        """The ranks' sum of the hot rows' gradients, of which ``part`` is this rank's; without a group, just that."""
+        return part if self.hot_ready is None else self.hot_ready()[: len(part)]
+
+    def hand_on(self, whole: Tensor, on_input_grad: InputGradReady, ahead: int = 0) -> None:
+        """Give away the gradient of E, ``[N, D]`` in the order of the tokens, as was asked for.
+
+        Args:
+            ahead: so many rows in front of it go with the first piece.
+        """
         for piece in self.pieces:
-            runs = [whole[start:stop] for start, stop in piece.ranges()]
+            runs = [whole[ahead + start : ahead + stop] for start, stop in piece.ranges()]
+            if piece is self.pieces[0] and ahead > 0:
+                runs = [whole[:ahead], *runs]
             on_input_grad(runs[0] if len(runs) == 1 else torch.cat(runs))
         if not self.pieces:
             on_input_grad(whole)
@@ -205,6 +219,7 @@ class SamplingPlan:
         hot: ``[H]`` int64, this rank's rows that are hot; -1 for those that another rank holds.
         hot_place: ``[V]`` int32, what number a row has among them, from 1; 0 for the others.
         first_id: vocabulary id of this rank's row 0.
+        shared: where the ranks share out the hot rows' part of the backward pass by tokens.
     """
 
     eps: float
@@ -215,6 +230,7 @@ class SamplingPlan:
     hot: Tensor
     hot_place: Tensor
     first_id: int
+    shared: SharedHot | None = None
 
 
 @dataclass(frozen=True)
@@ -366,7 +382,11 @@ class LocalImplementation(Protocol):
         """The rows that the sampled mode's anchor looks at, see ``sampling.anchor_rows``."""
         ...
 
-    def anchor_sums(self, problem: LocalProblem, rows: AnchorRows) -> Tensor:
+    def gather_rows(self, matrix: Tensor, rows: Tensor) -> Tensor:
+        """See ``sampling.gather_rows``."""
+        ...
+
+    def anchor_sums(self, problem: LocalProblem, rows: AnchorRows, shared: SharedRows | None = None) -> Tensor:
         """What the anchor needs to know of them, see ``sampling.anchor_sums``: fp64 ``[5, N]``, to be summed over the
         group."""
         ...

@@ -1,7 +1,8 @@
 """The sampled backward pass: sparse, but for the hot rows.
 
 1. *Hot rows*, a small exact backward: their rows of C are gathered, G over them is one tile product, and two library
-   products make their part of grad E (in the result, rounded there) and of grad C (fp32).
+   products make their part of grad E (in the result, rounded there) and of grad C (fp32). Where the ranks share them
+   out, each does so for its tokens, and their part of grad C is handed on in front of grad E, to be summed with it.
 2. *grad E*, one program a token, long lists first: it walks the token's list a few entries at a time. Gathering row v
    of C once gives the logit (an fp32 dot product with the token's row of E), hence the weight, and then adds
    ``weight * C_v`` in registers. The target's own entry, unless hot, comes last and is exact. Tokens are taken piece by
@@ -175,7 +176,7 @@ def _folded(b, UNIT: tl.constexpr):  # type: ignore[no-untyped-def]
         return b
 
 
-@triton.jit(do_not_specialize=["budget", "first", "length", "stride", "first_row"])
+@triton.jit(do_not_specialize=["budget", "first", "length", "stride", "first_row", "hot_first", "hot_last"])
 def _input_grad_kernel(  # type: ignore[no-untyped-def]
     input,
     weight,
@@ -199,6 +200,8 @@ def _input_grad_kernel(  # type: ignore[no-untyped-def]
     length,
     stride,
     first_row,
+    hot_first,
+    hot_last,
     hidden,
     input_stride_n,
     input_stride_d,
@@ -293,13 +296,14 @@ def _input_grad_kernel(  # type: ignore[no-untyped-def]
                 s_smoothing = tl.load(smoothing + n) * scale
                 b_acc -= s_smoothing * tl.load(smoothed_weight + o_d, mask=m_d, other=0.0)
             if HAS_HOT:
-                b_acc += tl.load(p_out, mask=m_d, other=0.0).to(tl.float32)
+                hot_width = tl.where((n >= hot_first) & (n < hot_last), hidden, 0)
+                b_acc += tl.load(p_out, mask=o_d < hot_width, other=0.0).to(tl.float32)
             tl.store(p_out, b_acc.to(out.dtype.element_ty), mask=m_d)
             if REST > 0:
                 if HAS_SMOOTHING:
                     b_acc_r -= s_smoothing * tl.load(smoothed_weight + o_r, mask=m_r, other=0.0)
                 if HAS_HOT:
-                    b_acc_r += tl.load(p_out_r, mask=m_r, other=0.0).to(tl.float32)
+                    b_acc_r += tl.load(p_out_r, mask=o_r < hot_width, other=0.0).to(tl.float32)
                 tl.store(p_out_r, b_acc_r.to(out.dtype.element_ty), mask=m_r)
 
 
@@ -362,7 +366,9 @@ def _long_weights_kernel(  # type: ignore[no-untyped-def]
             tl.store(slot_grads + n * (budget + 1) + o, b_g, mask=m_entry)
 
 
-@triton.jit(do_not_specialize=["budget", "first", "length", "stride", "first_row", "num_blocks"])
+@triton.jit(
+    do_not_specialize=["budget", "first", "length", "stride", "first_row", "hot_first", "hot_last", "num_blocks"]
+)
 def _long_input_grad_kernel(  # type: ignore[no-untyped-def]
     weight,
     target,
@@ -379,6 +385,8 @@ def _long_input_grad_kernel(  # type: ignore[no-untyped-def]
     length,
     stride,
     first_row,
+    hot_first,
+    hot_last,
     hidden,
     num_blocks,
     weight_stride_v,
@@ -408,7 +416,8 @@ def _long_input_grad_kernel(  # type: ignore[no-untyped-def]
         if HAS_SMOOTHING:
             b_acc -= tl.load(smoothing + n) * scale * tl.load(smoothed_weight + o_d, mask=m_d, other=0.0)
         if HAS_HOT:
-            b_acc += tl.load(p_out, mask=m_d, other=0.0).to(tl.float32)
+            hot_width = tl.where((n >= hot_first) & (n < hot_last), hidden, 0)
+            b_acc += tl.load(p_out, mask=o_d < hot_width, other=0.0).to(tl.float32)
     tl.store(p_out, b_acc.to(out.dtype.element_ty), mask=m_d)
 
 
@@ -556,14 +565,14 @@ def sampled_gradients(
         allow_tma: whether tensor memory descriptors may be used where they can.
         library: forces the hot rows' products' way, see :func:`.matmul.product`.
     """
-    if problem.num_tokens == 0 or problem.num_rows == 0:
+    if problem.num_tokens == 0 or (problem.num_rows == 0 and plan.shared is None):
         return nothing_to_reduce(problem, request, on_input_grad)
     return _Backward(problem, plan, selection, logit_grad, request, allow_tma, library).run(on_input_grad)
 
 
 @dataclass(frozen=True)
 class _HotPart:
-    """The hot rows' share of the gradients."""
+    """The hot rows' share of the gradients: fp32, or where it comes from the other ranks too, in what they send."""
 
     weight_grad: Tensor | None
     bias_grad: Tensor | None
@@ -639,12 +648,17 @@ class _Backward:
         self.wants_columns = request.weight is not None or request.bias
         self.slots = problem.num_tokens * (selection.budget + 1)
         self.pieces = request.pieces or (TokenPiece(0, problem.num_tokens),)
+        self.shared = plan.shared
+        self.ahead = 0 if plan.shared is None else plan.shared.num_hot
         self.input_grad = None
         if request.input_dtype is not None:
-            self.input_grad = problem.input.new_empty(problem.input.shape, dtype=request.input_dtype)
+            shape = (self.ahead + problem.num_tokens, problem.hidden_size)
+            self.input_grad = problem.input.new_empty(shape, dtype=request.input_dtype)
 
     def run(self, on_input_grad: InputGradReady) -> Tensor | None:
         self._check_workspace()
+        if self.problem.num_rows == 0:
+            return self._run_without_rows(on_input_grad)
         # The lists alone are read here: to be done while E is on its way, or else behind which grad E is reduced.
         early = self.wants_columns and self.request.input_ready is not None
         columns = self._transpose() if early else None
@@ -654,15 +668,38 @@ class _Backward:
         self._entry_pass(slot_grads, on_input_grad, has_hot=hot is not None)
         if not self.wants_columns:
             return None
-        return self._weight_grad(hot, slot_grads, columns or self._transpose())
+        columns = columns or self._transpose()
+        if hot is not None and self.shared is not None and hot.weight_grad is not None:
+            hot = _HotPart(self.request.hot_sum(hot.weight_grad), None)
+        return self._weight_grad(hot, slot_grads, columns)
+
+    def _run_without_rows(self, on_input_grad: InputGradReady) -> Tensor | None:
+        """This rank's share of what other ranks' hot rows need."""
+        self.request.await_input()
+        self._hot_part()
+        if self.input_grad is not None and self.shared is not None:
+            rows, shared = self.input_grad[self.ahead :], self.shared
+            rows[: shared.first].zero_()
+            rows[shared.last :].zero_()
+            rows.masked_fill_(~self.active[:, None], 0.0)
+            row = self.ahead
+            for piece in self.pieces:
+                self._hand_on(on_input_grad, piece, row)
+                row += piece.size
+        return self.problem.weight.new_empty(0, dtype=torch.float32) if self.request.bias else None
 
     # -- hot rows
 
     def _hot_part(self) -> _HotPart:
-        problem, hot = self.problem, self.plan.hot
+        problem, shared, hot = self.problem, self.shared, self.plan.hot
         num_hot, hidden = hot.shape[0], problem.hidden_size
-        weight = gather_rows(problem.weight, hot)
-        hot_problem = replace(problem, weight=weight, smoothing_weight=None)
+        first, last, place, target = 0, problem.num_tokens, self.plan.hot_place, self.target
+        if shared is None:
+            weight = gather_rows(problem.weight, hot)
+        else:  # whose target that is, doesn't matter
+            weight, hot, place = shared.weight, shared.ids, shared.target_place
+            first, last, target = shared.first, shared.last, torch.arange(last, device=hot.device)
+        hot_problem = replace(problem, weight=weight, target=target, smoothing_weight=None)
         operands = LogitOperands.prepare(hot_problem, allow_tma=self.allow_tma)
         weight_grad = bias_grad = bias_partials = None
         if self.request.weight is not None:
@@ -674,11 +711,11 @@ class _Backward:
         if self.request.bias:
             bias_grad = weight.new_zeros(num_hot, dtype=torch.float32)
             bias_partials = weight.new_empty((row_tiles, num_hot), dtype=torch.float32)
-        for start in range(0, problem.num_tokens, chunk):
-            stop = min(start + chunk, problem.num_tokens)
+        for start in range(first, last, chunk):
+            stop = min(start + chunk, last)
             part, g = operands.tokens(start, stop), logit_grads[: stop - start, :num_hot]
             _hot_logit_grad_kernel[part.grid()](
-                *part.handles(), part.bias, part.target, hot, self.plan.hot_place,
+                *part.handles(), part.bias, part.target, hot, place,
                 self.max[start:stop], self.log_sum[start:stop], self.prob[start:stop], self.target_factor[start:stop],
                 self.active[start:stop], self.factor, logit_grads, bias_partials,
                 logit_grads.stride(0), *part.sizes(), part.scale, part.softcap or 1.0,
@@ -689,12 +726,15 @@ class _Backward:
             if weight_grad is not None:
                 product(
                     weight_grad, g.T, self._safe_input(start, stop),
-                    accumulate=start > 0, factor=self.inverse_factor, library=self.library,
+                    accumulate=start > first, factor=self.inverse_factor, library=self.library,
                 )  # fmt: skip
             if self.input_grad is not None:
-                for first, last, row in self._rows_of(start, stop):
-                    out, part_g = self.input_grad[row : row + last - first], g[first - start : last - start]
+                for low, high, row in self._rows_of(start, stop):
+                    out, part_g = self.input_grad[row : row + high - low], g[low - start : high - start]
                     product(out, part_g, weight, accumulate=False, factor=self.inverse_factor, library=self.library)
+        if shared is not None and self.input_grad is not None:
+            sent = self.input_grad[:num_hot]
+            weight_grad = sent.zero_() if weight_grad is None or first == last else sent.copy_(weight_grad)
         return _HotPart(weight_grad, bias_grad)
 
     def _check_workspace(self) -> None:
@@ -716,13 +756,14 @@ class _Backward:
             fixed = _hot_bytes(problem.hidden_size, num_hot, problem.input.dtype)
             fixed += result_bytes(self.slots, problem.num_rows)
             budget = min(budget, problem.workspace - fixed - ALLOCATION)
-        tiles = cdiv(problem.num_tokens, tile.rows)
+        num_tokens = problem.num_tokens if self.shared is None else self.shared.last - self.shared.first
+        tiles = cdiv(num_tokens, tile.rows)
         shape = (problem.hidden_size, num_hot, problem.input.dtype, tile)
         if tiles * _hot_tile_bytes(*shape, copies=not self.lends_input_grad) <= budget:
-            return problem.num_tokens
+            return max(1, num_tokens)
         copies = not self.lends_input_grad or any(piece.runs > 1 for piece in self.pieces)
         most = max(1, budget // _hot_tile_bytes(*shape, copies=copies))
-        return min(cdiv(tiles, cdiv(tiles, most)) * tile.rows, problem.num_tokens)
+        return min(cdiv(tiles, cdiv(tiles, most)) * tile.rows, num_tokens)
 
     @property
     def lends_input_grad(self) -> bool:
@@ -731,7 +772,7 @@ class _Backward:
 
     def _rows_of(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """Tokens from ``start`` to ``stop`` as neighbours also in grad E: first, one behind the last, and first row."""
-        row = 0
+        row = self.ahead
         for piece in self.pieces:
             for first, last in piece.ranges():
                 low, high = max(first, start), min(last, stop)
@@ -745,7 +786,7 @@ class _Backward:
         # Rows of other tokens may be done already, and with runs these rows can be theirs.
         unused = stop - start == self.problem.num_tokens or all(piece.runs == 1 for piece in self.pieces)
         if unused and self.input_grad is not None and self.lends_input_grad:
-            out = self.input_grad[start:stop].view(part.dtype)
+            out = self.input_grad[self.ahead + start : self.ahead + stop].view(part.dtype)
         else:
             out = part.new_empty(part.shape)
         return select_tokens(part, self.active[start:stop], out)
@@ -757,19 +798,25 @@ class _Backward:
         smoothed = None
         if self.smoothing_weight is not None and self.input_grad is not None:
             smoothed = weighted_sum(self.problem.weight, self.smoothing_weight, None)
-        row = 0
+        row = self.ahead
         for piece in self.pieces:
             self._enter(piece, row, slot_grads, smoothed, has_hot)
-            if self.input_grad is not None and on_input_grad is not None:
-                on_input_grad(self.input_grad[row : row + piece.size])
+            if on_input_grad is not None:
+                self._hand_on(on_input_grad, piece, row)
             row += piece.size
+
+    def _hand_on(self, on_input_grad: InputGradReady, piece: TokenPiece, row: int) -> None:
+        """With the first piece, what is in front of it."""
+        if self.input_grad is not None:
+            on_input_grad(self.input_grad[row if row > self.ahead else 0 : row + piece.size])
 
     def _enter(self, piece: TokenPiece, row: int, slot_grads: Tensor, smoothed: Tensor | None, has_hot: bool) -> None:
         """Weights of a piece's entries, and its part of grad E, whose first row is ``row``."""
         problem, selection = self.problem, self.selection
         lists = (self.target, selection.cold, selection.rows, selection.found)
         vectors = (self.anchor, self.max, self.log_sum, self.prob, self.target_factor)
-        place = (piece.first, piece.length, piece.stride, row)
+        hot_tokens = (0, problem.num_tokens) if self.shared is None else (self.shared.first, self.shared.last)
+        place = (piece.first, piece.length, piece.stride, row, *hot_tokens)
         scalars = (problem.logit_scale, problem.softcap or 1.0, -math.log2(self.plan.eps))
         flags = {
             "HAS_BIAS": self.bias is not None,
@@ -788,7 +835,7 @@ class _Backward:
                 num_warps=width.warps, **flags,
             )  # fmt: skip
             return
-        if row == 0:  # all tokens' at once
+        if row == self.ahead:  # all tokens' at once
             _long_weights_kernel[(problem.num_tokens,)](
                 problem.input, problem.weight, self.bias, *lists, *vectors,
                 self.active, slot_grads, selection.budget, problem.hidden_size,

@@ -22,7 +22,7 @@ from .interface import (
     SamplingPlan,
     WeightGradBuffer,
 )
-from .sampling import finish_logits, id_hash, inclusion, phase, thinned, token_hash, uniform_in_1_2
+from .sampling import SharedHot, finish_logits, id_hash, inclusion, phase, thinned, token_hash, uniform_in_1_2
 
 _ENTRIES_AT_ONCE = 4096
 
@@ -90,7 +90,11 @@ def gradients(
     request.await_input()
     device = problem.input.device
     total = _Sums.zeros(problem, request)
-    _add_hot_rows(total, problem, plan, logit_grad)
+    hot_grad = None
+    if plan.shared is None:
+        _add_hot_rows(total, problem, plan, logit_grad)
+    else:
+        hot_grad = _add_shared_hot_rows(total, problem, plan.shared, logit_grad)
     targets = _cold_targets(problem, plan, logit_grad)
     for tokens, rows, factor, is_target in (
         (entries.tokens, entries.rows, entries.factor, False),
@@ -101,13 +105,20 @@ def gradients(
             _add_entries(total, problem, logit_grad, Entries(tokens[part], rows[part], factor[part]), is_target)
     if logit_grad.smoothing is not None and problem.smoothing_weight is not None:
         _add_smoothing(total, problem, logit_grad)
+    if total.input is not None and request.input_dtype is not None:
+        whole = total.input.masked_fill_(~logit_grad.active[:, None], 0.0).to(request.input_dtype)
+        if hot_grad is None:
+            request.hand_on(whole, on_input_grad)
+        else:
+            whole = torch.cat([hot_grad.to(whole.dtype), whole])
+            request.hand_on(whole, on_input_grad, len(hot_grad))
     if request.weight is not None and total.weight is not None:
+        if hot_grad is not None:
+            here = plan.hot >= 0
+            total.weight[plan.hot[here]] += request.hot_sum(whole[: len(hot_grad)])[here]
         occurring = torch.cat([entries.rows, problem.target[logit_grad.active], plan.hot])
         touched = None if logit_grad.smoothing is not None else occurring
         _store(request.weight, total.weight, touched)
-    if total.input is not None and request.input_dtype is not None:
-        whole = total.input.masked_fill_(~logit_grad.active[:, None], 0.0).to(request.input_dtype)
-        request.hand_on(whole, on_input_grad)
     return total.bias
 
 
@@ -155,6 +166,36 @@ def _add_hot_rows(total: _Sums, problem: LocalProblem, plan: SamplingPlan, logit
         total.weight[rows] += weight_grad.buffer
     if total.bias is not None and bias_grad is not None:
         total.bias[rows] += bias_grad
+
+
+def _add_shared_hot_rows(total: _Sums, problem: LocalProblem, hot: SharedHot, logit_grad: LogitGradient) -> Tensor:
+    """This rank's tokens' part. Returns that of the hot rows' gradients, fp32 ``[H, D]``."""
+    part = slice(hot.first, hot.last)
+    mine = replace(
+        problem,
+        input=problem.input[part],
+        weight=hot.weight,
+        target=hot.target_place[part].long() - 1,
+        smoothing_weight=None,
+    )
+    grad = replace(
+        logit_grad,
+        max=logit_grad.max[part],
+        log_sum=logit_grad.log_sum[part],
+        prob=logit_grad.prob[part],
+        target=logit_grad.target[part],
+        active=logit_grad.active[part],
+        smoothing=None,
+    )
+    weight_grad = torch.zeros(hot.weight.shape, dtype=torch.float32, device=hot.weight.device)
+
+    def add_input_grad(found: Tensor) -> None:
+        if total.input is not None:
+            total.input[part].add_(found)
+
+    request = GradientRequest(torch.float32, WeightGradBuffer(weight_grad, False), False)
+    reference.gradients(mine, grad, request, add_input_grad)
+    return weight_grad
 
 
 def _cold_targets(problem: LocalProblem, plan: SamplingPlan, logit_grad: LogitGradient) -> Tensor:

@@ -88,6 +88,8 @@ class AnchorRows:
         place: int32 ``[num_rows]``, what number a row has among the hot ones, from 1; 0 for a row that isn't hot.
         num_cold: int32 ``[1]``, how many ids of the sample aren't hot, over the whole vocabulary.
         vocab_size: ids over the whole group.
+        ids: int64 ``[H + S]``, their ids, the same on every rank; -1 for ids of the sample that are hot.
+        place_of_id: int32 ``[V]`` or more, ``place`` of every id of the whole vocabulary.
     """
 
     rows: Tensor
@@ -95,6 +97,8 @@ class AnchorRows:
     place: Tensor
     num_cold: Tensor
     vocab_size: int
+    ids: Tensor
+    place_of_id: Tensor
 
     @property
     def hot(self) -> Tensor:
@@ -104,6 +108,47 @@ class AnchorRows:
     def num_others(self) -> int:
         """Ids that aren't hot, over the whole vocabulary."""
         return self.vocab_size - self.num_hot
+
+    def target_place(self, target: Tensor) -> Tensor:
+        """What number each token's target has among the hot rows, from 1; 0 for the others: int32 ``[N]``."""
+        known = (target >= 0) & (target < self.vocab_size)
+        return torch.where(known, self.place_of_id[torch.where(known, target, 0)], 0)
+
+
+@dataclass(frozen=True)
+class SharedRows:
+    """The rows that the anchor looks at, on every rank, each of which multiplies them with its share of the tokens.
+
+    Attributes:
+        weight: ``[H + S, D]``; rows without an id are 0.
+        first, last: this rank's tokens, and the one behind them.
+    """
+
+    weight: Tensor
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class SharedHot:
+    """What is left of ``SharedRows`` for the backward pass.
+
+    Attributes:
+        weight: ``[H, D]``, all hot rows.
+        ids: int64 ``[H]``.
+        target_place: int32 ``[N]``, see ``AnchorRows.target_place``.
+        first, last: this rank's tokens, and the one behind them.
+    """
+
+    weight: Tensor
+    ids: Tensor
+    target_place: Tensor
+    first: int
+    last: int
+
+    @property
+    def num_hot(self) -> int:
+        return self.weight.shape[0]
 
 
 def mix(x: Tensor) -> Tensor:
@@ -181,7 +226,17 @@ def anchor_rows(target: Tensor, active: Tensor, ids: RowIds, reference_rows: int
     numbers = torch.arange(1, len(hot) + 1, dtype=torch.int32, device=device)
     place.scatter_(0, torch.where(hot_rows >= 0, hot_rows, ids.num_rows), numbers)
     rows = torch.cat([hot_rows, torch.where(is_cold, _here(sample, ids), -1)])
-    return AnchorRows(rows, len(hot), place[:-1], is_cold.sum(dtype=torch.int32)[None], vocab_size)
+    place_of_id = torch.zeros(vocab_size, dtype=torch.int32, device=device).index_copy_(0, hot, numbers)
+    every = torch.cat([hot, torch.where(is_cold, sample, -1)])
+    num_cold = is_cold.sum(dtype=torch.int32)[None]
+    return AnchorRows(rows, len(hot), place[:-1], num_cold, vocab_size, every, place_of_id)
+
+
+def gather_rows(matrix: Tensor, rows: Tensor) -> Tensor:
+    """Rows of a matrix by number, int64 ``[R]``; zeros for negative ones."""
+    if matrix.shape[0] == 0:
+        return matrix.new_zeros(len(rows), matrix.shape[1])
+    return torch.where((rows >= 0)[:, None], matrix[rows.clamp(min=0)], 0.0)
 
 
 def _here(wanted: Tensor, ids: RowIds) -> Tensor:
@@ -190,23 +245,27 @@ def _here(wanted: Tensor, ids: RowIds) -> Tensor:
     return torch.where((rows >= 0) & (rows < ids.num_real), rows, -1)
 
 
-def anchor_sums(problem: LocalProblem, rows: AnchorRows) -> Tensor:
+def anchor_sums(problem: LocalProblem, rows: AnchorRows, shared: SharedRows | None = None) -> Tensor:
     """This rank's part of the anchor, to be summed over the group: fp64 ``[5, N]``.
 
     Sum of exponentials over hot rows; the target's exponential where it isn't hot; and over the cold sample the sums of
     logits, of their squares and of their exponentials. Sums in fp64 hardly depend on how the rows are split, so neither
     does the anchor.
+
+    Args:
+        shared: where every rank has all rows: then all but the targets is summed over this rank's tokens only.
     """
     sums = torch.zeros(5, problem.num_tokens, dtype=torch.float64, device=problem.input.device)
-    if problem.num_rows == 0 or problem.num_tokens == 0:
+    if problem.num_tokens == 0 or (problem.num_rows == 0 and shared is None):
         return sums
     looked_at, number = rows.rows.clamp(min=0), torch.arange(len(rows.rows), device=rows.rows.device)
-    hot = (rows.rows >= 0) & (number < rows.num_hot)
-    cold = (rows.rows >= 0) & (number >= rows.num_hot)
+    present = (rows.rows if shared is None else rows.ids) >= 0
+    hot, cold = present & (number < rows.num_hot), present & (number >= rows.num_hot)
     # Products in fp64: a library's fp32 ones depend on how many tokens there are, and the anchor is not to.
-    weight = problem.weight[looked_at].double()
-    for start in range(0, problem.num_tokens, _ANCHOR_TOKENS):
-        block = slice(start, start + _ANCHOR_TOKENS)
+    weight = (problem.weight[looked_at] if shared is None else shared.weight).double()
+    first, last = (0, problem.num_tokens) if shared is None else (shared.first, shared.last)
+    for start in range(first, last, _ANCHOR_TOKENS):
+        block = slice(start, min(start + _ANCHOR_TOKENS, last))
         z = finish_logits(problem, problem.input[block].double() @ weight.T, looked_at)
         exponentials = _wide_exp(z)
         cold_z = torch.where(cold, z, 0.0).double()
@@ -214,7 +273,8 @@ def anchor_sums(problem: LocalProblem, rows: AnchorRows) -> Tensor:
         sums[2, block] = cold_z.sum(dim=1)
         sums[3, block] = cold_z.square().sum(dim=1)
         sums[4, block] = torch.where(cold, exponentials, 0.0).sum(dim=1)
-    sums[1] = _target_exponentials(problem, rows)
+    if problem.num_rows > 0:
+        sums[1] = _target_exponentials(problem, rows)
     return sums
 
 

@@ -77,8 +77,13 @@ class TorchImplementation:
     ) -> sampling.AnchorRows:
         return sampling.anchor_rows(target, active, ids, reference_rows)
 
-    def anchor_sums(self, problem: LocalProblem, rows: sampling.AnchorRows) -> Tensor:
-        return sampling.anchor_sums(problem, rows)
+    def gather_rows(self, matrix: Tensor, rows: Tensor) -> Tensor:
+        return sampling.gather_rows(matrix, rows)
+
+    def anchor_sums(
+        self, problem: LocalProblem, rows: sampling.AnchorRows, shared: sampling.SharedRows | None = None
+    ) -> Tensor:
+        return sampling.anchor_sums(problem, rows, shared)
 
     def anchor(self, sums: Tensor, rows: sampling.AnchorRows) -> Tensor:
         return sampling.anchor(sums, rows)

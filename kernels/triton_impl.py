@@ -140,10 +140,17 @@ class TritonImplementation:
             return anchor.anchor_rows(target, active, ids, reference_rows)
 
     @torch.no_grad()
-    def anchor_sums(self, problem: LocalProblem, rows: sampling.AnchorRows) -> Tensor:
+    def gather_rows(self, matrix: Tensor, rows: Tensor) -> Tensor:
+        with on_device(matrix):
+            return anchor.gather_rows(matrix, rows)
+
+    @torch.no_grad()
+    def anchor_sums(
+        self, problem: LocalProblem, rows: sampling.AnchorRows, shared: sampling.SharedRows | None = None
+    ) -> Tensor:
         _check(problem)
         with on_device(problem.input):
-            return anchor.anchor_sums(problem, rows, allow_tma=self.allow_tma)
+            return anchor.anchor_sums(problem, rows, shared, allow_tma=self.allow_tma)
 
     @torch.no_grad()
     def anchor(self, sums: Tensor, rows: sampling.AnchorRows) -> Tensor:

@@ -24,6 +24,7 @@ from sampled_problem import (
     compare,
     compare_anchor,
     compare_anchor_rows,
+    compare_shared,
     compare_transposed,
     draw_targets,
     kept_entries,
@@ -497,6 +498,47 @@ def test_anchor_looks_at_its_own_rows_only() -> None:
         assert torch.equal(rows.num_cold, whole.num_cold)
     assert torch.allclose(parts, right, rtol=1e-14, atol=0.0)
     assert torch.equal(anchor.anchor(parts, whole), anchor.anchor(right, whole))
+
+
+@pytest.mark.parametrize(
+    ("options", "cuts", "pieces"),
+    [
+        ({}, [0, 41], ()),
+        ({"smoothing": True, "scale": 0.7}, [0, 2, 50], (TokenPiece(0, 10), TokenPiece(10, 9))),
+        ({"tokens": 2, "softcap": 2.0}, [0, 10, 20], ()),
+        ({"hidden": 40}, [0, 0, 70], (TokenPiece(0, 4), TokenPiece(4, 15))),
+    ],
+    ids=["two", "pieces", "ranks without tokens", "ranks without rows"],
+)
+def test_hot_rows_shared_out(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], cuts: list[int], pieces: tuple[TokenPiece, ...]
+) -> None:
+    monkeypatch.setattr(sampled, "HOT_BYTES", 1)
+    monkeypatch.setattr(tiles, "_INTERPRETER", replace(tiles._INTERPRETER, rows=4))
+    compare_shared(small(inactive=0.2, **options), cuts, TOLERANCE, pieces=pieces)
+
+
+def test_anchor_of_shared_rows() -> None:
+    """The same anchor, of which every rank looks after its tokens; in padding, no place of the next rank's."""
+    problem = make(small(tokens=11, hidden=9, rows=130, off_shard=0.0, inactive=0.2))
+    active = problem.target >= 0
+    whole = anchor.anchor_rows(problem.target, active, sampling.RowIds.whole(130), 50)
+    right = anchor.anchor_sums(problem, whole)
+    parts = torch.zeros_like(right)
+    weight = anchor.gather_rows(problem.weight, whole.ids)
+    for start, stop, first, last in ((0, 40, 0, 0), (40, 40, 0, 5), (40, 130, 5, 11)):
+        rows = anchor.anchor_rows(
+            problem.target, active, sampling.RowIds(130, start, stop - start, stop - start + 2), 50
+        )
+        assert torch.equal(rows.ids, whole.ids)
+        assert torch.equal(rows.place[stop - start :], torch.zeros(2, dtype=torch.int32))
+        assert torch.equal(rows.target_place(problem.target), whole.target_place(problem.target))
+        local = (problem.target >= start) & (problem.target < stop)
+        target = torch.where(local, problem.target - start, -1)
+        mine = replace(problem, weight=problem.weight[start:stop], target=target)
+        parts += anchor.anchor_sums(mine, rows, sampling.SharedRows(weight, first, last))
+    assert torch.allclose(parts, right, rtol=1e-5, atol=1e-12)
+    assert torch.equal(whole.target_place(problem.target)[active], whole.place[problem.target[active]])
 
 
 def test_memory_that_grad_c_lends() -> None:

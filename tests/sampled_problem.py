@@ -123,6 +123,72 @@ def in_order(handed: list[Tensor], pieces: tuple[TokenPiece, ...]) -> Tensor:
     return torch.cat(handed)[torch.tensor(rows, device=handed[0].device).argsort()]
 
 
+def compare_shared(
+    spec: LocalSpec,
+    cuts: list[int],
+    tolerance: float,
+    device: str = "cpu",
+    pieces: tuple[TokenPiece, ...] = (),
+    sent: torch.dtype = torch.float32,
+) -> None:
+    """Ranks whose rows begin at ``cuts``, and who share the hot rows out by tokens, against one that has all rows."""
+    from cce_tp.kernels import sampled
+
+    case = SampledCase.make(spec, device, budget=10**6, hot=[1, 2, 40, 69])
+    one = run_sampled(select_entries.select, sampled.sampled_gradients, case).gradients
+    size = len(cuts)
+    parts = [_shared_rank(case, cuts, rank) for rank in range(size)]
+    chosen = [select_entries.select(part.problem, part.plan, stats=False)[1] for part in parts]
+
+    def run(rank: int, total: Tensor | None) -> tuple[list[Tensor], Tensor]:
+        part, handed = parts[rank], list[Tensor]()
+        buffer = torch.full_like(part.problem.weight, float("nan"))
+        ready = (lambda: handed[0].clone()) if total is None else (lambda: total)
+        request = GradientRequest(sent, WeightGradBuffer(buffer, False), False, pieces, None, ready)
+        sampled.sampled_gradients(part.problem, part.plan, chosen[rank], case.logit_grad, request, handed.append)
+        return handed, buffer
+
+    first = sum(run(rank, None)[0][0].float() for rank in range(size))
+    assert isinstance(first, Tensor)
+    results = [run(rank, first) for rank in range(size)]
+    number = len(case.plan.hot)
+    handed = [[part[0][number:], *part[1:]] for part, _ in results]
+    total = sum(in_order(each, pieces).float() for each in handed)
+    assert isinstance(total, Tensor)
+    assert relative_error(total, one.input) < tolerance
+    assert relative_error(torch.cat([buffer for _, buffer in results]), one.weight) < tolerance
+
+
+def _shared_rank(case: SampledCase, cuts: list[int], rank: int) -> SampledCase:
+    problem, plan, size = case.problem, case.plan, len(cuts)
+    begin, end = cuts[rank], [*cuts, problem.num_rows][rank + 1]
+    here = (problem.target >= begin) & (problem.target < end)
+    hot = torch.where((plan.hot >= begin) & (plan.hot < end), plan.hot - begin, -1)
+    shared = sampling.SharedHot(
+        problem.weight[plan.hot],
+        plan.hot,
+        torch.where(problem.target >= 0, plan.hot_place[problem.target.clamp(min=0)], 0),
+        problem.num_tokens * rank // size,
+        problem.num_tokens * (rank + 1) // size,
+    )
+    return replace(
+        case,
+        problem=replace(
+            problem,
+            weight=problem.weight[begin:end],
+            target=torch.where(here, problem.target - begin, -1),
+            smoothing_weight=None if problem.smoothing_weight is None else problem.smoothing_weight[begin:end],
+        ),
+        plan=replace(
+            plan,
+            hot=hot,
+            hot_place=plan.hot_place[begin:end].contiguous(),
+            first_id=plan.first_id + begin,
+            shared=shared,
+        ),
+    )
+
+
 def lists(selection: Selection) -> list[list[int]]:
     rows, sizes = selection.rows.tolist(), selection.found.clamp(max=selection.budget).tolist()
     return [line[:size] for line, size in zip(rows, sizes, strict=True)]

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 from distributed import Collective, Pool, Rank
-from oracle import Options
+from oracle import Options, relative_error
 from problems import RankResult, Spec, run_spec
 
 import cce_tp
 from cce_tp import collectives as library_collectives
 from cce_tp.collectives import Overlap
+from cce_tp.kernels import sampling
 
 N, D = 8, 16
 PLAIN = Spec(shape=(N,), hidden=D, vocab=37, split="chunk")
@@ -147,6 +148,40 @@ def test_pieces_of_the_input_gradient(pool: Pool, tp: int, vocab: int, sequence_
         in_parts = [seen for seen in other.collectives if seen.shape[-1] == D]
         assert len(in_parts) == len(reduced) + 2
         assert sum(numel(seen.shape) for seen in in_parts) == sum(numel(seen.shape) for seen in reduced)
+
+
+@pytest.mark.parametrize("pieces", [1, 3])
+@pytest.mark.parametrize(
+    ("tp", "vocab", "options"),
+    [
+        (2, 37, Options()),
+        (4, 37, Options(label_smoothing=0.1)),
+        (4, 9, Options(softcap=2.0)),
+        (2, 37, Options(logit_scale=0.3, z_loss=0.1)),
+    ],
+    ids=["plain", "smoothing", "a rank without rows", "scale"],
+)
+def test_hot_rows_are_shared_out(pool: Pool, tp: int, vocab: int, options: Options, pieces: int) -> None:
+    """By tokens, of which there may be none for a rank: the same entries and gradients, and one collective more."""
+    spec = replace(PLAIN, shape=(9,), vocab=vocab, ignored=0.2, split="chunk", options=options, lse_grad=True)
+    keywords = {"backward": SAMPLED, "return_stats": True}
+    alone = pool.run(tp, _overlapped, spec, keywords, Overlap(pieces, least_bytes=0, hot_tokens=None))
+    shared = pool.run(tp, _overlapped, spec, keywords, Overlap(pieces, least_bytes=0, hot_tokens=1))
+    hot, looked_at = min(4, vocab), min(4, vocab) + min(sampling.COLD_ROWS, vocab)
+    for one, other in zip(alone, shared, strict=True):
+        for name in ("loss", "lse"):
+            assert torch.equal(getattr(one, name), getattr(other, name)), name
+        assert torch.equal(one.stats["keep_rate"], other.stats["keep_rate"])
+        for name in ("grad_input", "grad_weight"):
+            assert relative_error(getattr(other, name), getattr(one, name)) < 2e-6, name
+        before, after = ([numel(s.shape) for s in r.collectives if s.dtype != torch.uint8] for r in (one, other))
+        assert after == [looked_at * D, *before[:2], before[2] + hot * D, *before[3:]]
+    with library_collectives.overlap(Overlap(hot_tokens=4)):
+        group = library_collectives.TensorParallelGroup(None, 1, 3)
+        assert library_collectives.shares_hot_rows(12, group, False)
+        assert not library_collectives.shares_hot_rows(11, group, False)
+        assert not library_collectives.shares_hot_rows(12, group, True)
+        assert library_collectives.share_of(11, group) == (3, 7)
 
 
 @pytest.mark.parametrize("mode", ["exact", "filtered"])

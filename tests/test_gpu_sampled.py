@@ -15,6 +15,7 @@ from sampled_problem import (
     compare,
     compare_anchor,
     compare_anchor_rows,
+    compare_shared,
     compare_transposed,
     draw_targets,
     kept_entries,
@@ -224,6 +225,14 @@ def test_unbiased_whatever_bounds_the_lists(change: str) -> None:
     for name in ("input", "weight", "bias"):
         distance = (getattr(mean, name) - getattr(right, name)).square().sum()
         assert 0.8 < float(distance * SAMPLES / getattr(variance, name)) < 1.25, name
+
+
+@pytest.mark.parametrize(("sent", "tolerance"), [(torch.float32, 2e-3), (torch.bfloat16, 1.5e-2)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("hidden", "cuts"), [(264, [0, 900]), (2304, [0, 0, 1500]), (9000, [0, 64])], ids=str)
+def test_hot_rows_shared_out(hidden: int, cuts: list[int], sent: torch.dtype, tolerance: float) -> None:
+    """Rows in registers and longer ones, and a rank without rows; what is sent is rounded."""
+    spec = LocalSpec(tokens=700, hidden=hidden, rows=2000, dtype=torch.bfloat16, inactive=0.1)
+    compare_shared(spec, cuts, tolerance, "cuda", sent=sent)
 
 
 def test_the_same_bits_twice() -> None:
