@@ -271,25 +271,43 @@ def _input_grad_kernel(  # type: ignore[no-untyped-def]
             b_e_r = read(input + n * input_stride_n + o_r.to(tl.int64) * input_stride_d, m_r, not EVEN)
             b_acc_r = tl.zeros((REST,), dtype=tl.float32)
 
+        # Two rows apart rather than a block of two, whose weighted sum would cost an addition more.
+        APART: tl.constexpr = AT_ONCE == 2 and REST == 0
         for entry in tl.range(0, size + has_target, AT_ONCE, num_stages=STAGES):
             o = entry + tl.arange(0, AT_ONCE)
             b_row, m_entry, m_target = entries_or_last(o, rows, n, size, b_target, has_target, budget)
-            p_row = weight + b_row.to(tl.int64) * weight_stride_v
-            b_c = read(p_row[:, None] + o_d.to(tl.int64)[None, :] * weight_stride_d, m_d[None, :], CUT)
-            b_products = _folded(b_c * b_e[None, :], UNIT)
-            if REST > 0:
-                b_c_r = read(p_row[:, None] + o_r.to(tl.int64)[None, :] * weight_stride_d, m_r[None, :], not EVEN)
-                b_products += _folded(b_c_r * b_e_r[None, :], UNIT)
+            if APART:
+                s_row, s_other = tl.split(b_row)
+                b_c = read(weight + s_row.to(tl.int64) * weight_stride_v + o_d.to(tl.int64) * weight_stride_d, m_d, CUT)
+                p_other = weight + s_other.to(tl.int64) * weight_stride_v
+                b_other = read(p_other + o_d.to(tl.int64) * weight_stride_d, m_d, CUT)
+                b_products = tl.join(b_c * b_e, b_other * b_e)
+                if MAIN > UNIT:
+                    b_products = tl.sum(tl.reshape(b_products, (MAIN // UNIT, UNIT, 2)), 0)
+                b_dot = tl.sum(b_products, 0)
+            else:
+                p_row = weight + b_row.to(tl.int64) * weight_stride_v
+                b_c = read(p_row[:, None] + o_d.to(tl.int64)[None, :] * weight_stride_d, m_d[None, :], CUT)
+                b_products = _folded(b_c * b_e[None, :], UNIT)
+                if REST > 0:
+                    b_c_r = read(p_row[:, None] + o_r.to(tl.int64)[None, :] * weight_stride_d, m_r[None, :], not EVEN)
+                    b_products += _folded(b_c_r * b_e_r[None, :], UNIT)
+                b_dot = tl.sum(b_products, 1)
             b_g = _entry_gradient(
-                tl.sum(b_products, 1), b_row, m_entry, m_target, bias, factor, s_max, s_log2_sum, s_prob, s_target,
+                b_dot, b_row, m_entry, m_target, bias, factor, s_max, s_log2_sum, s_prob, s_target,
                 s_anchor, scale, softcap, log2_inverse_eps, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP,
             )  # fmt: skip
             if KEEP:
                 tl.store(slot_grads + n * (budget + 1) + o, b_g, mask=m_entry)
             if WRITE:
-                b_acc += tl.sum(b_c * b_g[:, None], 0)
-                if REST > 0:
-                    b_acc_r += tl.sum(b_c_r * b_g[:, None], 0)
+                if APART:
+                    s_g, s_other_g = tl.split(b_g)
+                    b_acc += b_c * s_g
+                    b_acc += b_other * s_other_g
+                else:
+                    b_acc += tl.sum(b_c * b_g[:, None], 0)
+                    if REST > 0:
+                        b_acc_r += tl.sum(b_c_r * b_g[:, None], 0)
 
         if WRITE:
             if HAS_SMOOTHING:
