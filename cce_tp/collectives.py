@@ -248,6 +248,11 @@ def sum_small(local: Tensor, group: TensorParallelGroup, what: str) -> Tensor:
     return local
 
 
+def begin_sum(local: Tensor, group: TensorParallelGroup, what: str) -> Pending:
+    """``sum_small`` that may still be under way."""
+    return _transport.all_reduce(local, group, what, later=True)
+
+
 def combine(
     partials: Partials,
     smoothing_mass: Tensor | None,

@@ -152,12 +152,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if call.samples or call.filters:
                 rows = _anchor_rows(call, target, active)
                 shared = _share_rows(call, weight, rows, len(target)) if ctx.needs_input_grad[0] else None
+                if call.samples:
+                    seed, shared_hot = _seed(call, weight.device), _shared_hot(rows, shared, target)
                 anchor = _anchor(call, gathering, problem_of, rows, shared)
             else:
                 partials = _partials(call, gathering, problem_of)
             problem = problem_of(gathering.tokens())
             if call.samples:
-                ctx.plan = _plan_sampling(call, rows, anchor, active, _shared_hot(rows, shared, target))
+                ctx.plan = _plan_sampling(call, rows, anchor, active, seed, shared_hot)
                 partials, ctx.selection = call.implementation.select(problem, ctx.plan, stats=options.return_stats)
             elif call.filters:
                 ctx.plan = _plan_filter(call, problem.num_rows, anchor, active)
@@ -246,8 +248,8 @@ def _share_rows(call: _Call, weight: Tensor, rows: sampling.AnchorRows, num_toke
     if not plain or not collectives.shares_hot_rows(num_tokens, call.group, options.sequence_parallel):
         return None
     ours = call.implementation.gather_rows(weight[: call.softmax_rows], rows.rows)
-    whole = collectives.sum_small(ours, call.group, "gathering the hot rows")  # all other ranks' parts are 0
-    return sampling.SharedRows(whole, *collectives.share_of(num_tokens, call.group))
+    pending = collectives.begin_sum(ours, call.group, "gathering the hot rows")  # all other ranks' parts are 0
+    return sampling.SharedRows(ours, *collectives.share_of(num_tokens, call.group), pending.wait)
 
 
 def _shared_hot(
@@ -280,17 +282,27 @@ def _anchor(
     return call.implementation.anchor(collectives.sum_small(sums, call.group, "summing the anchor"), rows)
 
 
+def _seed(call: _Call, device: torch.device) -> Tensor:
+    mode = call.options.mode
+    assert isinstance(mode, Sampled)
+    return sampler.next_seed(device, call.group) if mode.seed is None else fixed_seed(mode.seed, device)
+
+
 def _plan_sampling(
-    call: _Call, rows: sampling.AnchorRows, anchor: Tensor, active: Tensor, shared: sampling.SharedHot | None
+    call: _Call,
+    rows: sampling.AnchorRows,
+    anchor: Tensor,
+    active: Tensor,
+    seed: Tensor,
+    shared: sampling.SharedHot | None,
 ) -> SamplingPlan:
     """What the sampled backward needs to know before the logits are computed."""
     mode, shard = call.options.mode, call.shard
     assert isinstance(mode, Sampled)
-    device = anchor.device
     return SamplingPlan(
         eps=float(mode.eps),
         budget=min(mode.most_entries, max(1, call.softmax_rows)),  # which eps alone doesn't bound
-        seed=sampler.next_seed(device, call.group) if mode.seed is None else fixed_seed(mode.seed, device),
+        seed=seed,
         anchor=anchor,
         active=active,
         hot=rows.hot,

@@ -312,7 +312,7 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
     m_counts = (b_row >= 0) & (tl.load(place + b_row, mask=b_row >= 0, other=1) == 0)
     b_dot = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     if tl.max(m_counts.to(tl.int32), 0) > 0:
-        for d in range(0, hidden, BLOCK):
+        for d in tl.range(0, hidden, BLOCK, num_stages=SUM_STAGES):
             o_d = (d + tl.arange(0, BLOCK)).to(tl.int64)
             m = m_counts[:, None] & (o_d < hidden)[None, :]
             p_e = input + o_n[:, None] * input_stride_n + o_d[None, :] * input_stride_d
@@ -342,6 +342,8 @@ def anchor_sums(
     """
     num_tokens, device = problem.num_tokens, problem.input.device
     if num_tokens == 0 or (problem.num_rows == 0 and shared is None):
+        if shared is not None:
+            shared.ready()
         return torch.zeros(NUM_SUMS, num_tokens, dtype=torch.float64, device=device)
     sums = torch.empty(NUM_SUMS, num_tokens, dtype=torch.float64, device=device)
     first, last, present = 0, num_tokens, rows.rows
@@ -350,6 +352,7 @@ def anchor_sums(
         first, last, present = shared.first, shared.last, rows.ids
         for start, stop in ((0, first), (last, num_tokens)):
             _sum(problem, None, present, rows, sums, start, stop)
+        shared.ready()
     if first == last:
         return sums
     operands = LogitOperands.prepare(replace(problem, weight=weight, smoothing_weight=None), allow_tma=allow_tma)

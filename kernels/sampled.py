@@ -62,7 +62,7 @@ from .logits import (
 from .matmul import product
 from .select_entries import Selection
 from .tiles import INTERPRETED, Tile, cdiv, extreme_tile, next_power_of_2
-from .transpose import Columns, result_bytes, slot_dtype, transpose, way_bytes
+from .transpose import Columns, Transposition, result_bytes, slot_dtype, way_bytes
 from .workspace import ALLOCATION, FP32_BYTES, allocated, workspace_too_small
 
 HOT_BYTES = 17 * 2**20
@@ -677,16 +677,18 @@ class _Backward:
         self._check_workspace()
         if self.problem.num_rows == 0:
             return self._run_without_rows(on_input_grad)
-        # The lists alone are read here: to be done while E is on its way, or else behind which grad E is reduced.
-        early = self.wants_columns and self.request.input_ready is not None
-        columns = self._transpose() if early else None
+        # The lists alone are read here, so what doesn't need E goes on while that is on its way.
+        transposition = self._transposition() if self.wants_columns else None
+        if transposition is not None and self.request.input_ready is not None:
+            # A workspace has no room for both what is on the way and the hot rows' products.
+            _ = transposition.place() if self.problem.workspace is None else transposition.columns()
         self.request.await_input()
         hot = self._hot_part() if self.plan.hot.numel() > 0 else None
         slot_grads = self.problem.input.new_empty(self.slots, dtype=torch.float32)
-        self._entry_pass(slot_grads, on_input_grad, has_hot=hot is not None)
-        if not self.wants_columns:
+        self._entry_pass(slot_grads, on_input_grad, transposition, has_hot=hot is not None)
+        if transposition is None:
             return None
-        columns = columns or self._transpose()
+        columns = transposition.columns()
         if hot is not None and self.shared is not None and hot.weight_grad is not None:
             hot = _HotPart(self.request.hot_sum(hot.weight_grad), None)
         return self._weight_grad(hot, slot_grads, columns)
@@ -720,10 +722,12 @@ class _Backward:
         hot_problem = replace(problem, weight=weight, target=target, smoothing_weight=None)
         operands = LogitOperands.prepare(hot_problem, allow_tma=self.allow_tma)
         weight_grad = bias_grad = bias_partials = None
-        if self.request.weight is not None:
-            weight_grad = weight.new_empty((num_hot, hidden), dtype=torch.float32)
         tile_rows = operands.tile.rows
         chunk = self._hot_tokens(operands)
+        sent = None if shared is None or self.input_grad is None else self.input_grad[:num_hot]
+        if self.request.weight is not None:
+            at_once = sent is not None and first < last <= first + chunk  # no sum of roundings
+            weight_grad = sent if at_once else weight.new_empty((num_hot, hidden), dtype=torch.float32)
         row_tiles = cdiv(chunk, tile_rows)
         logit_grads = weight.new_empty((row_tiles * tile_rows, cdiv(num_hot, operands.tile.cols) * operands.tile.cols))
         if self.request.bias:
@@ -750,8 +754,7 @@ class _Backward:
                 for low, high, row in self._rows_of(start, stop):
                     out, part_g = self.input_grad[row : row + high - low], g[low - start : high - start]
                     product(out, part_g, weight, accumulate=False, factor=self.inverse_factor, library=self.library)
-        if shared is not None and self.input_grad is not None:
-            sent = self.input_grad[:num_hot]
+        if sent is not None and weight_grad is not sent:
             weight_grad = sent.zero_() if weight_grad is None or first == last else sent.copy_(weight_grad)
         return _HotPart(weight_grad, bias_grad)
 
@@ -811,8 +814,19 @@ class _Backward:
 
     # -- grad E, and the weights of all entries
 
-    def _entry_pass(self, slot_grads: Tensor, on_input_grad: InputGradReady | None = None, *, has_hot: bool) -> None:
-        """Piece by piece, each given away at once."""
+    def _entry_pass(
+        self,
+        slot_grads: Tensor,
+        on_input_grad: InputGradReady | None = None,
+        transposition: Transposition | None = None,
+        *,
+        has_hot: bool,
+    ) -> None:
+        """Piece by piece, each given away at once.
+
+        A reduction needs a place on the device, and finds none once a long kernel is begun. So behind each piece come
+        short ones, of the transposition: until those are done, the reduction has begun.
+        """
         smoothed = None
         if self.smoothing_weight is not None and self.input_grad is not None:
             smoothed = weighted_sum(self.problem.weight, self.smoothing_weight, None)
@@ -821,6 +835,8 @@ class _Backward:
             self._enter(piece, row, slot_grads, smoothed, has_hot)
             if on_input_grad is not None:
                 self._hand_on(on_input_grad, piece, row)
+            if transposition is not None:
+                transposition.number()
             row += piece.size
 
     def _hand_on(self, on_input_grad: InputGradReady, piece: TokenPiece, row: int) -> None:
@@ -870,9 +886,9 @@ class _Backward:
 
     # -- grad C
 
-    def _transpose(self) -> Columns:
+    def _transposition(self) -> Transposition:
         lent = lent_memory(self.request.weight, self.slots, slot_dtype(self.slots))
-        return transpose(self.selection, self.target, self.active, self.problem.num_rows, lent)
+        return Transposition(self.selection, self.target, self.active, self.problem.num_rows, lent)
 
     def _weight_grad(self, hot: _HotPart | None, slot_grads: Tensor, columns: Columns) -> Tensor | None:
         problem, request, selection = self.problem, self.request, self.selection

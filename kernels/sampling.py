@@ -26,6 +26,7 @@ sample of them, entry i iff ``(i b + phi) mod count < b`` for one uniform phi a 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -122,11 +123,14 @@ class SharedRows:
     Attributes:
         weight: ``[H + S, D]``; rows without an id are 0.
         first, last: this rank's tokens, and the one behind them.
+        ready: to be called before anything reads ``weight``, which may be on its way here, once whatever doesn't need
+            it has been started.
     """
 
     weight: Tensor
     first: int
     last: int
+    ready: Callable[[], object] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -256,6 +260,8 @@ def anchor_sums(problem: LocalProblem, rows: AnchorRows, shared: SharedRows | No
         shared: where every rank has all rows: then all but the targets is summed over this rank's tokens only.
     """
     sums = torch.zeros(5, problem.num_tokens, dtype=torch.float64, device=problem.input.device)
+    if shared is not None:
+        shared.ready()
     if problem.num_tokens == 0 or (problem.num_rows == 0 and shared is None):
         return sums
     looked_at, number = rows.rows.clamp(min=0), torch.arange(len(rows.rows), device=rows.rows.device)

@@ -202,37 +202,70 @@ def _order_kernel(  # type: ignore[no-untyped-def]
         )  # fmt: skip
 
 
-def transpose(selection: Selection, target: Tensor, active: Tensor, num_rows: int, lent: Tensor | None) -> Columns:
-    """Entries of tokens with gradient, and their cold targets, by row.
+class Transposition:
+    """Entries of tokens with gradient, and their cold targets, by row: in steps, each of which does those before it.
+
+    So a caller has short kernels to put between long ones. Memory is taken as late as can be.
 
     Args:
         target: int64 ``[N]``, this rank's rows; negative for those of another rank.
         active: bool ``[N]``, which tokens have a gradient.
-        lent: memory for a list on the way, a number a slot, if there is any.
+        lent: memory for a list on the way, a number a slot, if there is any; in use from ``place`` to ``columns``.
     """
-    num_tokens = target.shape[0]
-    slots = num_tokens * (selection.budget + 1)
-    dtype, new = slot_dtype(slots), target.new_empty
-    counts, arrivals = new(num_rows + 1, dtype=dtype).zero_(), new(slots, dtype=dtype)
-    placed = new(slots, dtype=dtype) if lent is None else lent
-    bits = new(_bits_shape(num_tokens, slots), dtype=torch.int32)
-    _, columns, words = bits.shape
-    lists = (target, selection.cold, selection.rows, selection.found, active)
-    flags = {"LONG": long_column(num_tokens), "HAS_LONG": columns > 0}
-    _arrive_kernel[(num_tokens,)](*lists, counts, arrivals, selection.budget, SIZE=SLOTS_AT_ONCE, num_warps=SLOT_WARPS)
-    starts = counts.cumsum_(0)
-    if columns > 0:
-        bits[0].zero_()
-    _place_kernel[(num_tokens,)](
-        *lists, starts, arrivals, placed, bits, selection.budget, words,
-        SIZE=SLOTS_AT_ONCE, num_warps=SLOT_WARPS, **flags,
-    )  # fmt: skip
-    if columns > 0:
-        _prefix_kernel[(columns,)](bits, words, columns * words, SIZE=WORDS_AT_ONCE, num_warps=4)
-    # The numbers of arrival are spent.
-    _order_kernel[(min(cdiv(slots, ORDER_SLOTS), ORDER_PROGRAMS),)](
-        target, selection.rows, selection.found, starts, placed, bits, arrivals,
-        selection.budget, num_rows, words, columns * words,
-        SIZE=ORDER_SLOTS, AT_ONCE=ORDER_AT_ONCE, num_warps=ORDER_WARPS, **flags,
-    )  # fmt: skip
-    return Columns(starts, arrivals)
+
+    def __init__(
+        self, selection: Selection, target: Tensor, active: Tensor, num_rows: int, lent: Tensor | None
+    ) -> None:
+        self._selection, self._target, self._active, self._num_rows = selection, target, active, num_rows
+        self._slots = target.shape[0] * (selection.budget + 1)
+        self._placed = lent
+        self._bits: Tensor | None = None
+        self._numbered = False
+        self._columns: Columns | None = None
+
+    def place(self) -> Columns:
+        """Every slot is in its column, in the order of arrival. Not yet in ``slots``, which holds these numbers."""
+        if self._columns is not None:
+            return self._columns
+        selection, dtype, new = self._selection, slot_dtype(self._slots), self._target.new_empty
+        columns = Columns(new(self._num_rows + 1, dtype=dtype).zero_(), new(self._slots, dtype=dtype))
+        placed = new(self._slots, dtype=dtype) if self._placed is None else self._placed
+        bits = new(_bits_shape(len(self._target), self._slots), dtype=torch.int32)
+        lists = (self._target, selection.cold, selection.rows, selection.found, self._active)
+        sizes = {"SIZE": SLOTS_AT_ONCE, "num_warps": SLOT_WARPS}
+        grid = (len(self._target),)
+        _arrive_kernel[grid](*lists, columns.starts, columns.slots, selection.budget, **sizes)
+        columns.starts.cumsum_(0)
+        bits[:1].zero_()
+        _place_kernel[grid](
+            *lists, columns.starts, columns.slots, placed, bits, selection.budget, bits.shape[2], **sizes,
+            **self._flags(bits),
+        )  # fmt: skip
+        self._columns, self._placed, self._bits = columns, placed, bits
+        return columns
+
+    def number(self) -> Columns:
+        """Bits of long columns are summed."""
+        columns = self.place()
+        if self._bits is not None and not self._numbered:
+            _, number, words = self._bits.shape
+            if number > 0:
+                _prefix_kernel[(number,)](self._bits, words, number * words, SIZE=WORDS_AT_ONCE, num_warps=4)
+            self._numbered = True
+        return columns
+
+    def columns(self) -> Columns:
+        """The slots of every column are in order."""
+        columns, selection = self.number(), self._selection
+        if self._bits is not None:
+            _, number, words = self._bits.shape
+            _order_kernel[(min(cdiv(self._slots, ORDER_SLOTS), ORDER_PROGRAMS),)](
+                self._target, selection.rows, selection.found, columns.starts, self._placed, self._bits, columns.slots,
+                selection.budget, self._num_rows, words, number * words,
+                SIZE=ORDER_SLOTS, AT_ONCE=ORDER_AT_ONCE, num_warps=ORDER_WARPS, **self._flags(self._bits),
+            )  # fmt: skip
+            self._placed = self._bits = None
+        return columns
+
+    def _flags(self, bits: Tensor) -> dict[str, int]:
+        return {"LONG": long_column(len(self._target)), "HAS_LONG": bits.shape[1] > 0}

@@ -68,11 +68,11 @@ def parts(loss: SampledLoss) -> dict[str, Callable[[], object]]:
     slot_grads = torch.empty(backward.slots, device=loss.problem.input.device)
     hot = backward._hot_part()
     backward._entry_pass(slot_grads, has_hot=True)
-    columns = backward._transpose()
+    columns = backward._transposition().columns()
     return {
         "hot": captured(backward._hot_part),
         "grad_E": captured(lambda: backward._entry_pass(slot_grads, has_hot=True)),
-        "transpose": captured(backward._transpose),
+        "transpose": captured(lambda: backward._transposition().columns()),
         "grad_C": captured(lambda: backward._weight_grad(hot, slot_grads, columns)),
     }
 

@@ -364,7 +364,7 @@ def compare_transposed(tokens: int, num_rows: int, budget: int, device: str = "c
     lent = torch.full((tokens * (budget + 1),), -1, dtype=torch.int32, device=device)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transpose, "_arrive_kernel", ShuffledArrivals(columns))
-        found = transpose.transpose(selection, target, active, num_rows, lent)
+        found = transpose.Transposition(selection, target, active, num_rows, lent).columns()
     starts = found.starts.tolist()
     slots = found.slots.tolist()
     assert [slots[begin:end] for begin, end in itertools.pairwise(starts)] == columns
