@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -168,6 +168,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             ours = call.with_global_argmax(partials)
             whole = collectives.combine(ours, mass, call.shard, call.group, call.implementation.join)
 
+            if ctx.plan is not None and call.samples and ctx.plan.shared is not None:
+                ctx.plan = replace(ctx.plan, shared=replace(ctx.plan.shared, target_logit=whole.target_logit))
             made = call.implementation.losses(call.rule, whole, target, class_weight)
             if call.filters:
                 ctx.selection = filtering.tile_map(ctx.plan, problem, peaks, made.lse)
@@ -249,7 +251,9 @@ def _share_rows(call: _Call, weight: Tensor, rows: sampling.AnchorRows, num_toke
         return None
     ours = call.implementation.gather_rows(weight[: call.softmax_rows], rows.rows)
     pending = collectives.begin_sum(ours, call.group, "gathering the hot rows")  # all other ranks' parts are 0
-    return sampling.SharedRows(ours, *collectives.share_of(num_tokens, call.group), pending.wait)
+    first, last = collectives.share_of(num_tokens, call.group)
+    kept = call.implementation.hot_exponentials(weight, last - first, rows.num_hot, options.softcap)
+    return sampling.SharedRows(ours, first, last, pending.wait, kept)
 
 
 def _shared_hot(
@@ -258,8 +262,9 @@ def _shared_hot(
     if shared is None:
         return None
     number = rows.num_hot
+    place = rows.target_place(target)
     return sampling.SharedHot(
-        shared.weight[:number], rows.ids[:number], rows.target_place(target), shared.first, shared.last
+        shared.weight[:number], rows.ids[:number], place, shared.first, shared.last, shared.exponentials
     )
 
 

@@ -41,6 +41,7 @@ COUNT_TOKENS, IDS = 256, 1024
 ROW_BLOCK = 1024
 NUM_SUMS = 5
 SUM_TOKENS, SUM_COLS, SUM_BLOCK = 8, 128, 512
+_SUM_COLS = 32 if INTERPRETED else SUM_COLS
 SUM_STAGES = tl.constexpr(3)
 ANCHOR_TOKENS = 128
 LARGEST_EXPONENT = tl.constexpr(sampling.LARGEST_EXPONENT * 1.4426950408889634)
@@ -255,6 +256,8 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
     target,
     place,
     out,
+    hot_exps,
+    hot_tops,
     product_stride,
     out_stride,
     num_tokens,
@@ -270,11 +273,15 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
     HAS_BIAS: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    KEEP: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Some tokens' sums over the rows looked at, and the exponential of the target's logit, if that's here and cold."""
+    """Some tokens' sums over the rows looked at, and the exponential of the target's logit, if that's here and cold.
+
+    If KEEP, the hot rows' exponentials are written, relative to the largest logit of COLS of them.
+    """
     o_n = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     m_n = o_n < num_tokens
     b_hot = tl.zeros((ROWS, COLS), dtype=tl.float64)
@@ -295,7 +302,14 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
         b_z = finish_logits(b_z, b_bias, scale, softcap, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP)
         b_exp = _wide_exp(b_z)
         if v < num_hot:
-            b_hot += tl.where(m_z & (o_v < num_hot)[None, :], b_exp, 0.0)
+            m_hot = m_z & (o_v < num_hot)[None, :]
+            b_hot += tl.where(m_hot, b_exp, 0.0)
+            if KEEP:
+                b_top = tl.max(tl.where(m_hot, b_z, -float("inf")), 1)
+                b_top = tl.where(b_top == -float("inf"), 0.0, b_top)
+                b_kept = tl.exp2((b_z - b_top[:, None]) * LOG2E).to(hot_exps.dtype.element_ty)
+                tl.store(hot_exps + o_n[:, None] * num_hot + o_v[None, :], b_kept, mask=m_hot)
+                tl.store(hot_tops + o_n * tl.cdiv(num_hot, COLS) + v // COLS, b_top, mask=m_n)
         if v + COLS > num_hot:
             m_cold = m_z & (o_v >= num_hot)[None, :]
             b_wide = tl.where(m_cold, b_z, 0.0).to(tl.float64)
@@ -324,6 +338,12 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
         b_z += tl.load(bias + b_row, mask=m_counts, other=0.0).to(tl.float32)
     b_z = finish_logits(b_z, 0.0, scale, softcap, False, HAS_SCALE, HAS_SOFTCAP)
     tl.store(p_out + out_stride, tl.where(m_counts, _wide_exp(b_z), 0.0), mask=m_n)
+
+
+def hot_exponentials(weight: Tensor, num_tokens: int, num_hot: int) -> sampling.HotExponentials:
+    """Room for those of some tokens."""
+    tops = weight.new_empty((num_tokens, cdiv(num_hot, _SUM_COLS)), dtype=torch.float32)
+    return sampling.HotExponentials(weight.new_empty((num_tokens, num_hot)), tops, _SUM_COLS)
 
 
 def anchor_sums(
@@ -361,6 +381,7 @@ def anchor_sums(
     chunk = _tokens_at_once(problem, operands, rows, last - first)
     room = (cdiv(chunk, tile.rows) * tile.rows, cdiv(operands.num_rows, tile.cols) * tile.cols)
     products = torch.empty(room, dtype=torch.float32, device=device)
+    kept = None if shared is None else shared.exponentials
     flags = operands.flags()
     for name in ("HAS_BIAS", "HAS_SCALE", "HAS_SOFTCAP", "HAS_SMOOTHING"):
         del flags[name]
@@ -368,7 +389,7 @@ def anchor_sums(
         stop = min(start + chunk, last)
         part = operands.tokens(start, stop)
         _look_kernel[part.grid()](*part.handles(), present, products, *part.sizes(), **flags)
-        _sum(problem, products, present, rows, sums, start, stop)
+        _sum(problem, products, present, rows, sums, start, stop, kept, first)
     return sums
 
 
@@ -380,19 +401,23 @@ def _sum(
     sums: Tensor,
     start: int,
     stop: int,
+    kept: sampling.HotExponentials | None = None,
+    first: int = 0,
 ) -> None:
-    """The sums of some tokens; their targets' alone if there are no products."""
+    """The sums of some tokens; their targets' alone if there are no products. The exponentials begin at ``first``."""
     if start == stop:
         return
     tokens, target = problem.input[start:stop], problem.target[start:stop].contiguous()
     bias = None if problem.bias is None else problem.bias.contiguous()
     _sum_kernel[(cdiv(stop - start, SUM_TOKENS),)](
         sums if products is None else products, present, tokens, problem.weight, bias, target, rows.place,
-        sums[:, start:], 0 if products is None else products.shape[1], sums.shape[1],
+        sums[:, start:],
+        None if kept is None else kept.values[start - first :], None if kept is None else kept.tops[start - first :],
+        0 if products is None else products.shape[1], sums.shape[1],
         stop - start, 0 if products is None else len(present), rows.num_hot,
         problem.hidden_size, *tokens.stride(), *problem.weight.stride(), problem.logit_scale, problem.softcap or 1.0,
         HAS_BIAS=bias is not None, HAS_SCALE=problem.logit_scale != 1.0, HAS_SOFTCAP=problem.softcap is not None,
-        ROWS=SUM_TOKENS, COLS=32 if INTERPRETED else SUM_COLS, BLOCK=32 if INTERPRETED else SUM_BLOCK,
+        KEEP=kept is not None, ROWS=SUM_TOKENS, COLS=_SUM_COLS, BLOCK=32 if INTERPRETED else SUM_BLOCK,
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 

@@ -31,7 +31,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from .fold import Packing
-    from .sampling import AnchorRows, RowIds, SharedHot, SharedRows
+    from .sampling import AnchorRows, HotExponentials, RowIds, SharedHot, SharedRows
     from .tokens import Losses, TokenRule
 
 
@@ -384,6 +384,12 @@ class LocalImplementation(Protocol):
 
     def gather_rows(self, matrix: Tensor, rows: Tensor) -> Tensor:
         """See ``sampling.gather_rows``."""
+        ...
+
+    def hot_exponentials(
+        self, weight: Tensor, num_tokens: int, num_hot: int, softcap: float | None
+    ) -> HotExponentials | None:
+        """Where ``anchor_sums`` leaves what the backward pass can use, in C's dtype; None if it doesn't."""
         ...
 
     def anchor_sums(self, problem: LocalProblem, rows: AnchorRows, shared: SharedRows | None = None) -> Tensor:

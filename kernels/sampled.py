@@ -60,6 +60,7 @@ from .logits import (
     tanh,
 )
 from .matmul import product
+from .sampling import HotExponentials, SharedHot
 from .select_entries import Selection
 from .tiles import INTERPRETED, Tile, cdiv, extreme_tile, next_power_of_2
 from .transpose import Columns, Transposition, result_bytes, slot_dtype, way_bytes
@@ -81,6 +82,7 @@ LONG_LIST = 4 if INTERPRETED else 64
 """Entries from which on a token is begun early."""
 ROWS_BYTES = 48 * 2**10
 """Shared memory that rows on their way may take, if there are two at once or more stages: any device has it."""
+HOT_BLOCK = 32 if INTERPRETED else 1024
 SMALLEST_PROBABILITY = tl.constexpr(2.0**-23)
 SUM_ROWS, SUM_COLS, MOST_SPLITS = 32, 128, 64
 
@@ -520,6 +522,47 @@ def _hot_logit_grad_kernel(  # type: ignore[no-untyped-def]
     tl.store(p_out, b_g.to(out.dtype.element_ty))
 
 
+@triton.jit
+def _hot_logit_grad_from_exps_kernel(  # type: ignore[no-untyped-def]
+    exps,
+    tops,
+    target_place,
+    target_logit,
+    row_max,
+    log_sum,
+    prob,
+    target_factor,
+    active,
+    out,
+    out_stride,
+    num_hot,
+    scale,
+    HAS_SCALE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """G of one token over some of the hot rows, from what the anchor kept of their logits; 0 without a gradient.
+
+    The target's p is not taken from there: next to 1, the difference would be lost in 16 bits.
+    """
+    n = tl.program_id(0).to(tl.int64)
+    o_v = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    m_v = o_v < num_hot
+    b_g = tl.zeros((BLOCK,), dtype=tl.float32)
+    if tl.load(active + n):
+        s_max = tl.load(row_max + n)
+        s_log2_sum = tl.load(log_sum + n) * LOG2E
+        b_top = tl.load(tops + n * tl.cdiv(num_hot, WIDTH) + o_v // WIDTH, mask=m_v, other=0.0)
+        b_p = tl.load(exps + n * num_hot + o_v, mask=m_v, other=0.0).to(tl.float32)
+        b_p *= tl.exp2(tl.fma(b_top - s_max, LOG2E, -s_log2_sum))
+        s_p = tl.exp2(tl.fma(tl.load(target_logit + n) - s_max, LOG2E, -s_log2_sum))
+        s_prob = tl.load(prob + n)
+        s_target = s_prob * s_p - tl.load(target_factor + n)
+        b_g = tl.where(o_v == tl.load(target_place + n) - 1, s_target, s_prob * b_p)
+        b_g = chain_to_products(b_g, b_g, scale, 1.0, HAS_SCALE, False)
+    tl.store(out + n * out_stride + o_v, b_g.to(out.dtype.element_ty), mask=m_v)
+
+
 @triton.jit(do_not_specialize=["num_rows", "rows_per_split"])
 def _weighted_sum_kernel(  # type: ignore[no-untyped-def]
     matrix,
@@ -736,13 +779,16 @@ class _Backward:
         for start in range(first, last, chunk):
             stop = min(start + chunk, last)
             part, g = operands.tokens(start, stop), logit_grads[: stop - start, :num_hot]
-            _hot_logit_grad_kernel[part.grid()](
-                *part.handles(), part.bias, part.target, hot, place,
-                self.max[start:stop], self.log_sum[start:stop], self.prob[start:stop], self.target_factor[start:stop],
-                self.active[start:stop], self.factor, logit_grads, bias_partials,
-                logit_grads.stride(0), *part.sizes(), part.scale, part.softcap or 1.0,
-                HAS_FACTOR=self.factor is not None, BIAS_GRAD=bias_partials is not None, **part.flags(),
-            )  # fmt: skip
+            if shared is not None and shared.exponentials is not None:
+                self._hot_logit_grads_from(shared, shared.exponentials, g, start, stop)
+            else:
+                _hot_logit_grad_kernel[part.grid()](
+                    *part.handles(), part.bias, part.target, hot, place,
+                    self.max[start:stop], self.log_sum[start:stop], self.prob[start:stop],
+                    self.target_factor[start:stop], self.active[start:stop], self.factor, logit_grads, bias_partials,
+                    logit_grads.stride(0), *part.sizes(), part.scale, part.softcap or 1.0,
+                    HAS_FACTOR=self.factor is not None, BIAS_GRAD=bias_partials is not None, **part.flags(),
+                )  # fmt: skip
             if bias_grad is not None and bias_partials is not None:
                 bias_grad += bias_partials[: cdiv(stop - start, tile_rows)].sum(0)
             if weight_grad is not None:
@@ -757,6 +803,20 @@ class _Backward:
         if sent is not None and weight_grad is not sent:
             weight_grad = sent.zero_() if weight_grad is None or first == last else sent.copy_(weight_grad)
         return _HotPart(weight_grad, bias_grad)
+
+    def _hot_logit_grads_from(
+        self, shared: SharedHot, kept: HotExponentials, out: Tensor, start: int, stop: int
+    ) -> None:
+        """The same from what the anchor kept, where it did: no scaling then, and no bias."""
+        assert shared.target_logit is not None
+        own, tokens = slice(start - shared.first, stop - shared.first), slice(start, stop)
+        block = min(next_power_of_2(shared.num_hot), HOT_BLOCK)
+        _hot_logit_grad_from_exps_kernel[(stop - start, cdiv(shared.num_hot, block))](
+            kept.values[own], kept.tops[own], shared.target_place[tokens], shared.target_logit[tokens],
+            self.max[tokens], self.log_sum[tokens], self.prob[tokens], self.target_factor[tokens], self.active[tokens],
+            out, out.stride(0), shared.num_hot, self.problem.logit_scale,
+            HAS_SCALE=self.problem.logit_scale != 1.0, WIDTH=kept.width, BLOCK=block, num_warps=4,
+        )  # fmt: skip
 
     def _check_workspace(self) -> None:
         """The caller's must hold what the entries take, and the hot rows of one tile of tokens."""

@@ -117,6 +117,23 @@ class AnchorRows:
 
 
 @dataclass(frozen=True)
+class HotExponentials:
+    """Of the hot rows' logits, for the backward pass, which then needs no second product with them.
+
+    Two bytes say what it takes: each value is relative to the largest logit of a few neighbours.
+
+    Attributes:
+        values: ``exp(z - top)`` of this rank's tokens and all hot rows, ``[n, H]`` in E's dtype.
+        tops: fp32 ``[n, ceil(H / width)]``, the largest logits of so many rows each; 0 for -inf.
+        width: rows that share one.
+    """
+
+    values: Tensor
+    tops: Tensor
+    width: int
+
+
+@dataclass(frozen=True)
 class SharedRows:
     """The rows that the anchor looks at, on every rank, each of which multiplies them with its share of the tokens.
 
@@ -125,12 +142,14 @@ class SharedRows:
         first, last: this rank's tokens, and the one behind them.
         ready: to be called before anything reads ``weight``, which may be on its way here, once whatever doesn't need
             it has been started.
+        exponentials: those of this rank's tokens, to be written; None where nobody needs them.
     """
 
     weight: Tensor
     first: int
     last: int
     ready: Callable[[], object] = lambda: None
+    exponentials: HotExponentials | None = None
 
 
 @dataclass(frozen=True)
@@ -142,6 +161,8 @@ class SharedHot:
         ids: int64 ``[H]``.
         target_place: int32 ``[N]``, see ``AnchorRows.target_place``.
         first, last: this rank's tokens, and the one behind them.
+        exponentials: what ``SharedRows`` kept, if it did.
+        target_logit: fp32 ``[N]``, then: two bytes don't tell how far a likely target's p is from 1.
     """
 
     weight: Tensor
@@ -149,6 +170,8 @@ class SharedHot:
     target_place: Tensor
     first: int
     last: int
+    exponentials: HotExponentials | None = None
+    target_logit: Tensor | None = None
 
     @property
     def num_hot(self) -> int:

@@ -80,6 +80,11 @@ class TorchImplementation:
     def gather_rows(self, matrix: Tensor, rows: Tensor) -> Tensor:
         return sampling.gather_rows(matrix, rows)
 
+    def hot_exponentials(
+        self, weight: Tensor, num_tokens: int, num_hot: int, softcap: float | None
+    ) -> sampling.HotExponentials | None:
+        return None
+
     def anchor_sums(
         self, problem: LocalProblem, rows: sampling.AnchorRows, shared: sampling.SharedRows | None = None
     ) -> Tensor:

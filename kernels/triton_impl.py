@@ -144,6 +144,13 @@ class TritonImplementation:
         with on_device(matrix):
             return anchor.gather_rows(matrix, rows)
 
+    def hot_exponentials(
+        self, weight: Tensor, num_tokens: int, num_hot: int, softcap: float | None
+    ) -> sampling.HotExponentials | None:
+        if softcap is not None:  # its derivative asks for z
+            return None
+        return anchor.hot_exponentials(weight, num_tokens, num_hot)
+
     @torch.no_grad()
     def anchor_sums(
         self, problem: LocalProblem, rows: sampling.AnchorRows, shared: sampling.SharedRows | None = None

@@ -24,6 +24,7 @@ from sampled_problem import (
     compare,
     compare_anchor,
     compare_anchor_rows,
+    compare_confident,
     compare_shared,
     compare_transposed,
     draw_targets,
@@ -516,6 +517,19 @@ def test_hot_rows_shared_out(
     monkeypatch.setattr(sampled, "HOT_BYTES", 1)
     monkeypatch.setattr(tiles, "_INTERPRETER", replace(tiles._INTERPRETER, rows=4))
     compare_shared(small(inactive=0.2, **options), cuts, TOLERANCE, pieces=pieces)
+
+
+@pytest.mark.parametrize(
+    ("options", "cuts"),
+    [({}, [0, 41]), ({"scale": 0.7, "smoothing": True}, [0, 0, 33, 70]), ({"tokens": 2, "spread": 60.0}, [0, 10, 20])],
+    ids=["two", "scale", "large logits"],
+)
+def test_hot_exponentials(options: dict[str, Any], cuts: list[int]) -> None:
+    compare_shared(small(inactive=0.2, **options), cuts, TOLERANCE, keep=True)
+
+
+def test_confident_hot_targets() -> None:
+    compare_confident(torch.float32, TOLERANCE)
 
 
 def test_anchor_of_shared_rows() -> None:

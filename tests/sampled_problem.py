@@ -130,14 +130,20 @@ def compare_shared(
     device: str = "cpu",
     pieces: tuple[TokenPiece, ...] = (),
     sent: torch.dtype = torch.float32,
+    keep: bool = False,
 ) -> None:
-    """Ranks whose rows begin at ``cuts``, and who share the hot rows out by tokens, against one that has all rows."""
+    """Ranks whose rows begin at ``cuts``, and who share the hot rows out by tokens, against one that has all rows.
+
+    With ``keep``, the hot rows' exponentials come from the anchor's kernels.
+    """
     from cce_tp.kernels import sampled
 
-    case = SampledCase.make(spec, device, budget=10**6, hot=[1, 2, 40, 69])
+    case = SampledCase.make(spec, device, budget=10**6, hot=[1, 2, *range(30, 69)] if keep else [1, 2, 40, 69])
     one = run_sampled(select_entries.select, sampled.sampled_gradients, case).gradients
     size = len(cuts)
     parts = [_shared_rank(case, cuts, rank) for rank in range(size)]
+    if keep:
+        parts = [_with_exponentials(case, part) for part in parts]
     chosen = [select_entries.select(part.problem, part.plan, stats=False)[1] for part in parts]
 
     def run(rank: int, total: Tensor | None) -> tuple[list[Tensor], Tensor]:
@@ -187,6 +193,50 @@ def _shared_rank(case: SampledCase, cuts: list[int], rank: int) -> SampledCase:
             shared=shared,
         ),
     )
+
+
+def _with_exponentials(case: SampledCase, part: SampledCase) -> SampledCase:
+    """As the forward pass leaves them."""
+    problem, plan, shared = part.problem, part.plan, part.plan.shared
+    assert shared is not None
+    kept = anchor.hot_exponentials(shared.weight, shared.last - shared.first, shared.num_hot)
+    for each in (kept.values, kept.tops):
+        each.fill_(float("nan"))
+    no_cold = torch.zeros(1, dtype=torch.int32, device=plan.hot.device)
+    rows = sampling.AnchorRows(
+        plan.hot, shared.num_hot, plan.hot_place, no_cold, case.problem.num_rows, shared.ids, case.plan.hot_place
+    )
+    anchor.anchor_sums(problem, rows, sampling.SharedRows(shared.weight, shared.first, shared.last, exponentials=kept))
+    target_logit = logits(case.problem).gather(1, case.problem.target.clamp(min=0)[:, None])[:, 0].float()
+    return replace(part, plan=replace(plan, shared=replace(shared, exponentials=kept, target_logit=target_logit)))
+
+
+def compare_confident(dtype: torch.dtype, tolerance: float, device: str = "cpu") -> None:
+    """Hot targets whose p is next to 1: what kept exponentials are too coarse for, and a gradient consists of."""
+    from cce_tp.kernels import sampled
+
+    case = SampledCase.make(LocalSpec(tokens=40, hidden=64, rows=90, dtype=dtype, inactive=0.0, off_shard=0.0), device)
+    problem = case.problem
+    target = torch.arange(40, device=device)
+    weight = problem.weight.float()
+    towards = weight[:40] * (8.0 / weight[:40].square().sum(1, keepdim=True))
+    problem = replace(problem, input=towards.to(dtype), target=target)
+    z = logits(problem)
+    lse = z.logsumexp(1)
+    assert float((z.gather(1, target[:, None])[:, 0] - lse).exp().median()) > 0.9
+    ones, hot = torch.ones(40, device=device), list(range(90))
+    partials = Partials(lse.float(), torch.ones(40, device=device), ones)
+    grad = LogitGradient(partials.max, torch.zeros(40, device=device), ones, ones, torch.ones_like(ones).bool())
+    plan = replace(case.plan, hot=torch.tensor(hot, device=device), hot_place=places(hot, 90, device))
+    plan = replace(plan, active=grad.active, anchor=lse.float())
+    case = SampledCase(problem, plan, grad)
+    part = _with_exponentials(case, _shared_rank(case, [0], 0))
+    chosen = select_entries.select(part.problem, part.plan, stats=False)[1]
+    handed: list[Tensor] = []
+    request = GradientRequest(torch.float32, None, False, (), None, None)
+    sampled.sampled_gradients(part.problem, part.plan, chosen, grad, request, handed.append)
+    right = (z.softmax(1) - torch.nn.functional.one_hot(target, 90)) @ problem.weight.double()
+    assert relative_error(handed[0][90:], right) < tolerance
 
 
 def lists(selection: Selection) -> list[list[int]]:

@@ -15,6 +15,7 @@ from sampled_problem import (
     compare,
     compare_anchor,
     compare_anchor_rows,
+    compare_confident,
     compare_shared,
     compare_transposed,
     draw_targets,
@@ -233,6 +234,12 @@ def test_hot_rows_shared_out(hidden: int, cuts: list[int], sent: torch.dtype, to
     """Rows in registers and longer ones, and a rank without rows; what is sent is rounded."""
     spec = LocalSpec(tokens=700, hidden=hidden, rows=2000, dtype=torch.bfloat16, inactive=0.1)
     compare_shared(spec, cuts, tolerance, "cuda", sent=sent)
+    compare_shared(spec, cuts, max(tolerance, 5e-3), "cuda", sent=sent, keep=True)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 5e-3)], ids=["fp32", "bf16"])
+def test_confident_hot_targets(dtype: torch.dtype, tolerance: float) -> None:
+    compare_confident(dtype, tolerance, "cuda")
 
 
 def test_the_same_bits_twice() -> None:
