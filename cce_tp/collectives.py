@@ -59,6 +59,7 @@ GATHER_UP_TO = 8
 """Largest group whose partials are gathered and folded locally; beyond it they are reduced by a MAX and a SUM."""
 COMBINING = "combining the log-sum-exp"
 REDUCING = "reducing the input's gradient"
+REDUCING_HOT = "reducing the hot rows' gradient"
 """What the collectives are for, in errors."""
 
 
@@ -367,13 +368,10 @@ def own_tokens_first(gathering: Gathering, *, anchor: bool) -> bool:
     return gathering.under_way and least is not None and len(gathering.local) >= least
 
 
-def shares_hot_rows(num_tokens: int, group: TensorParallelGroup, sequence_parallel: bool) -> bool:
-    """Whether the ranks share out by tokens what is done with the hot rows.
-
-    Not under sequence parallelism: a reduce-scatter can't bring the hot rows' gradients to the ranks that hold them.
-    """
+def shares_hot_rows(num_tokens: int, group: TensorParallelGroup) -> bool:
+    """Whether the ranks share out by tokens what is done with the hot rows."""
     least = _overlap.hot_tokens
-    return not group.is_single and not sequence_parallel and least is not None and num_tokens >= least * group.size
+    return not group.is_single and least is not None and num_tokens >= least * group.size
 
 
 def share_of(num_tokens: int, group: TensorParallelGroup) -> tuple[int, int]:
@@ -402,10 +400,10 @@ def input_grad_pieces(
 class InputGradReduction:
     """Sums the ranks' parts of the input gradient asynchronously: ``start``, do other work, then take ``result``.
 
-    The pieces of one gradient count as one collective: together they move what it would.
-
-    Args:
-        ahead: so many rows in front of the first piece are summed with it, and are none of the gradient's.
+    The pieces of one gradient count as one collective: together they move what it would. So do the gradients of the hot
+    rows that the ranks share, ``ahead`` of them: in front of the first piece, and none of the input's gradient. A
+    reduce-scatter can't bring them to whichever rank holds those rows, so under sequence parallelism they are summed by
+    a collective of their own, ``start_hot``.
     """
 
     def __init__(
@@ -425,6 +423,16 @@ class InputGradReduction:
         self._parts: list[Tensor] = []  # held until their collective was waited for
         self._sums: list[Tensor] = []
         self._scattered: Tensor | None = None
+        self._hot: tuple[Tensor, Pending] | None = None
+
+    @property
+    def hot_apart(self) -> bool:
+        """Whether the hot rows' gradients are none of the first piece's."""
+        return self._scatter
+
+    def start_hot(self, part: Tensor) -> None:
+        """Begin the all-reduce of the hot rows' gradients alone, ``[H, D]``. Overwrites ``part``."""
+        self._hot = part, _transport.all_reduce(part, self._group, REDUCING_HOT, later=True)
 
     def start(self, part: Tensor) -> None:
         """Begin the all-reduce of ``part``, or its reduce-scatter along the tokens. Overwrites ``part``.
@@ -448,10 +456,14 @@ class InputGradReduction:
         first = sum(len(total) for total in self._sums)
         return self._scattered[first : first + part.shape[0] // self._group.size]
 
-    def first(self) -> Tensor:
-        """The sum of the first piece."""
-        self._pending[0].wait()
-        return self._sums[0]
+    def hot(self) -> Tensor:
+        """The sum of the hot rows' gradients, and perhaps of what came with them."""
+        if self._hot is not None:
+            total, pending = self._hot
+        else:
+            total, pending = self._sums[0], self._pending[0]
+        pending.wait()
+        return total
 
     def result(self) -> Tensor | None:
         """The sum: ``[N, D]``, or this rank's ``[N/T, D]``; None if ``start`` was never called."""
@@ -462,7 +474,7 @@ class InputGradReduction:
         sums = self._sums
         if self._scatter and self._scattered is None:
             sums = [self._own_rows(total) for total in sums]
-        return _joined(sums)[self._ahead :].to(self._dtype)
+        return _joined(sums)[0 if self.hot_apart else self._ahead :].to(self._dtype)
 
     def _own_rows(self, total: Tensor) -> Tensor:
         length = total.shape[0] // self._group.size

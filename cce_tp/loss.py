@@ -140,8 +140,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         with without_autocast(local_input.device.type):
             options = call.options
-            # Whatever needs no other rank's tokens goes on while they travel.
-            gathering = call.gather(local_input)
+            shares = ctx.needs_input_grad[0] and _shares_rows(call, weight, len(target))
+            # Whatever needs no other rank's tokens goes on while they travel. Hot rows that are shared travel first.
+            if not shares:
+                gathering = call.gather(local_input)
             local, active = call.implementation.local_labels(call.rule, target)
             smoothing_weight = call.smoothing_weight(class_weight, weight.device)
 
@@ -151,7 +153,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
             ctx.plan = ctx.selection = None
             if call.samples or call.filters:
                 rows = _anchor_rows(call, target, active)
-                shared = _share_rows(call, weight, rows, len(target)) if ctx.needs_input_grad[0] else None
+                shared = None
+                if shares:
+                    shared = _share_rows(call, weight, rows, len(target))
+                    gathering = call.gather(local_input)
                 if call.samples:
                     seed, shared_hot = _seed(call, weight.device), _shared_hot(rows, shared, target)
                 anchor = _anchor(call, gathering, problem_of, rows, shared)
@@ -207,18 +212,22 @@ def _detached_stats(rule: TokenRule, whole: Partials, log_sum: Tensor, target: T
 def _own_tokens_first(
     gathering: Gathering,
     rank: int,
-    work: Callable[[LocalProblem], _T],
+    work: Callable[[LocalProblem, bool], _T],
     problem_of: Callable[[Tensor, int], LocalProblem],
 ) -> list[_T]:
-    """Work on this rank's own tokens, and on the others' when they are here; the results in the tokens' order."""
+    """Work on this rank's own tokens, and on the others' when they are here; the results in the tokens' order.
+
+    Args:
+        work: is told whether these are the rank's own.
+    """
     length = len(gathering.local)
     start = rank * length
-    results = [work(problem_of(gathering.local, start))]
+    results = [work(problem_of(gathering.local, start), True)]
     tokens = gathering.tokens()
     if start > 0:
-        results.insert(0, work(problem_of(tokens[:start], 0)))
+        results.insert(0, work(problem_of(tokens[:start], 0), False))
     if start + length < len(tokens):
-        results.append(work(problem_of(tokens[start + length :], start + length)))
+        results.append(work(problem_of(tokens[start + length :], start + length), False))
     return results
 
 
@@ -227,7 +236,7 @@ def _partials(call: _Call, gathering: Gathering, problem_of: Callable[..., Local
     work = partial(call.implementation.partials, stats=call.options.return_stats)
     if not collectives.own_tokens_first(gathering, anchor=False):
         return work(problem_of(gathering.tokens()))
-    parts = _own_tokens_first(gathering, call.group.rank, work, problem_of)
+    parts = _own_tokens_first(gathering, call.group.rank, lambda problem, _: work(problem), problem_of)
     columns = {field.name: [getattr(part, field.name) for part in parts] for field in fields(Partials)}
     joined: dict[str, Any] = {
         name: None if values[0] is None else torch.cat(values) for name, values in columns.items()
@@ -243,16 +252,18 @@ def _anchor_rows(call: _Call, target: Tensor, active: Tensor) -> sampling.Anchor
     return call.implementation.anchor_rows(target, active, ids, number)
 
 
-def _share_rows(call: _Call, weight: Tensor, rows: sampling.AnchorRows, num_tokens: int) -> sampling.SharedRows | None:
-    """All of these rows on every rank, where the ranks share out the work by tokens. One collective then."""
-    options = call.options
-    plain = call.samples and not call.has_bias and options.workspace is None and weight.dtype != torch.float16
-    if not plain or not collectives.shares_hot_rows(num_tokens, call.group, options.sequence_parallel):
-        return None
+def _shares_rows(call: _Call, weight: Tensor, num_tokens: int) -> bool:
+    """Whether the ranks share out by tokens what is done with the hot rows."""
+    plain = call.samples and not call.has_bias and call.options.workspace is None and weight.dtype != torch.float16
+    return plain and collectives.shares_hot_rows(num_tokens, call.group)
+
+
+def _share_rows(call: _Call, weight: Tensor, rows: sampling.AnchorRows, num_tokens: int) -> sampling.SharedRows:
+    """The rows that the anchor looks at on every rank. One collective, perhaps still under way."""
     ours = call.implementation.gather_rows(weight[: call.softmax_rows], rows.rows)
     pending = collectives.begin_sum(ours, call.group, "gathering the hot rows")  # all other ranks' parts are 0
     first, last = collectives.share_of(num_tokens, call.group)
-    kept = call.implementation.hot_exponentials(weight, last - first, rows.num_hot, options.softcap)
+    kept = call.implementation.hot_exponentials(weight, last - first, rows.num_hot, call.options.softcap)
     return sampling.SharedRows(ours, first, last, pending.wait, kept)
 
 
@@ -276,11 +287,15 @@ def _anchor(
     shared: sampling.SharedRows | None,
 ) -> Tensor:
     """A guess of the LSE, fp32 ``[N]``. One small collective."""
+    apart = gathering.under_way and shared is not None
 
-    def work(problem: LocalProblem) -> Tensor:
-        return call.implementation.anchor_sums(problem, rows, shared)
+    def work(problem: LocalProblem, own: bool = True) -> Tensor:
+        part = shared
+        if apart and shared is not None:  # these tokens are all this rank's, or none are
+            part = replace(shared, first=0, last=problem.num_tokens if own else 0)
+        return call.implementation.anchor_sums(problem, rows, part)
 
-    if collectives.own_tokens_first(gathering, anchor=True):
+    if apart or collectives.own_tokens_first(gathering, anchor=True):
         sums = torch.cat(_own_tokens_first(gathering, call.group.rank, work, problem_of), dim=1)
     else:
         sums = work(problem_of(gathering.tokens()))
@@ -372,8 +387,11 @@ def _gradients(ctx: Any, u: Tensor | None, h: Tensor | None) -> tuple[Tensor | N
     ahead = 0 if shared is None else shared.num_hot
     reduction = InputGradReduction(call.group, sequence_parallel, local_input.dtype, pieces, ahead)
     ready = gathering.tokens if gathering.under_way else None
-    hot_ready = None if shared is None else reduction.first
-    request = GradientRequest(dtype if needs_input else None, destination, needs_bias, pieces, ready, hot_ready)
+    request = GradientRequest(dtype if needs_input else None, destination, needs_bias, pieces, ready)
+    if shared is not None:
+        request = replace(request, hot_ready=reduction.hot)
+        if reduction.hot_apart:
+            request = replace(request, hot_start=reduction.start_hot, own_input=gathering.local)
     if ctx.selection is None:
         real_bias_grad = call.implementation.gradients(problem, logit_grad, request, reduction.start)
     else:

@@ -40,7 +40,7 @@ COUNT_TOKENS, IDS = 256, 1024
 """Tokens, and ids of the vocabulary, that a program takes when hot rows are chosen."""
 ROW_BLOCK = 1024
 NUM_SUMS = 5
-SUM_TOKENS, SUM_COLS, SUM_BLOCK = 8, 128, 512
+SUM_TOKENS, SUM_COLS, SUM_BLOCK, SUM_WARPS = 4, 128, 512, 2
 _SUM_COLS = 32 if INTERPRETED else SUM_COLS
 SUM_STAGES = tl.constexpr(3)
 ANCHOR_TOKENS = 128
@@ -418,7 +418,7 @@ def _sum(
         problem.hidden_size, *tokens.stride(), *problem.weight.stride(), problem.logit_scale, problem.softcap or 1.0,
         HAS_BIAS=bias is not None, HAS_SCALE=problem.logit_scale != 1.0, HAS_SOFTCAP=problem.softcap is not None,
         KEEP=kept is not None, ROWS=SUM_TOKENS, COLS=_SUM_COLS, BLOCK=32 if INTERPRETED else SUM_BLOCK,
-        num_warps=4, enable_fp_fusion=False,
+        num_warps=SUM_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
 
 

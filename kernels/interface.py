@@ -173,6 +173,8 @@ class GradientRequest:
         hot_ready: with a plan whose hot rows are shared out. In front of the gradient of E, in the first piece, their
             part of the gradient of C is handed on, ``[H, D]``, so that both are reduced together. Called later, this
             returns that piece, which then holds the ranks' sums.
+        hot_start: then, if they are to be handed on alone, by this, before any piece is.
+        own_input: then, where E is on its way, this rank's share of the tokens, which is here.
     """
 
     input_dtype: torch.dtype | None
@@ -181,6 +183,8 @@ class GradientRequest:
     pieces: tuple[TokenPiece, ...] = ()
     input_ready: Callable[[], object] | None = None
     hot_ready: Callable[[], Tensor] | None = None
+    hot_start: Callable[[Tensor], object] | None = None
+    own_input: Tensor | None = None
 
     def await_input(self) -> None:
         """From here on E can be read."""

@@ -710,7 +710,7 @@ class _Backward:
         self.slots = problem.num_tokens * (selection.budget + 1)
         self.pieces = request.pieces or (TokenPiece(0, problem.num_tokens),)
         self.shared = plan.shared
-        self.ahead = 0 if plan.shared is None else plan.shared.num_hot
+        self.ahead = 0 if plan.shared is None or request.hot_start is not None else plan.shared.num_hot
         self.input_grad = None
         if request.input_dtype is not None:
             shape = (self.ahead + problem.num_tokens, problem.hidden_size)
@@ -720,13 +720,14 @@ class _Backward:
         self._check_workspace()
         if self.problem.num_rows == 0:
             return self._run_without_rows(on_input_grad)
-        # The lists alone are read here, so what doesn't need E goes on while that is on its way.
         transposition = self._transposition() if self.wants_columns else None
-        if transposition is not None and self.request.input_ready is not None:
-            # A workspace has no room for both what is on the way and the hot rows' products.
-            _ = transposition.place() if self.problem.workspace is None else transposition.columns()
-        self.request.await_input()
+        if self.request.own_input is None:
+            if transposition is not None and self.request.input_ready is not None:
+                # E is on its way: lists alone. A workspace has no room for these and the hot rows' products.
+                _ = transposition.place() if self.problem.workspace is None else transposition.columns()
+            self.request.await_input()
         hot = self._hot_part() if self.plan.hot.numel() > 0 else None
+        self.request.await_input()
         slot_grads = self.problem.input.new_empty(self.slots, dtype=torch.float32)
         self._entry_pass(slot_grads, on_input_grad, transposition, has_hot=hot is not None)
         if transposition is None:
@@ -738,13 +739,17 @@ class _Backward:
 
     def _run_without_rows(self, on_input_grad: InputGradReady) -> Tensor | None:
         """This rank's share of what other ranks' hot rows need."""
-        self.request.await_input()
+        if self.request.own_input is None:
+            self.request.await_input()
         self._hot_part()
+        self.request.await_input()
         if self.input_grad is not None and self.shared is not None:
-            rows, shared = self.input_grad[self.ahead :], self.shared
-            rows[: shared.first].zero_()
-            rows[shared.last :].zero_()
-            rows.masked_fill_(~self.active[:, None], 0.0)
+            shared = self.shared
+            for low, high, row in self._rows_of(0, self.problem.num_tokens):
+                nothing = ~self.active[low:high]
+                nothing[: max(0, shared.first - low)] = True
+                nothing[max(0, shared.last - low) :] = True
+                self.input_grad[row : row + high - low].masked_fill_(nothing[:, None], 0.0)
             row = self.ahead
             for piece in self.pieces:
                 self._hand_on(on_input_grad, piece, row)
@@ -761,13 +766,18 @@ class _Backward:
             weight = gather_rows(problem.weight, hot)
         else:  # whose target that is, doesn't matter
             weight, hot, place = shared.weight, shared.ids, shared.target_place
-            first, last, target = shared.first, shared.last, torch.arange(last, device=hot.device)
-        hot_problem = replace(problem, weight=weight, target=target, smoothing_weight=None)
+            first, last = shared.first, shared.last
+            target = torch.arange(first, last, device=hot.device)
+        hot_problem = replace(
+            problem, input=self._own_input(first, last), weight=weight, target=target, smoothing_weight=None
+        )
         operands = LogitOperands.prepare(hot_problem, allow_tma=self.allow_tma)
         weight_grad = bias_grad = bias_partials = None
         tile_rows = operands.tile.rows
         chunk = self._hot_tokens(operands)
-        sent = None if shared is None or self.input_grad is None else self.input_grad[:num_hot]
+        sent = None
+        if shared is not None and self.input_grad is not None:
+            sent = self.input_grad[:num_hot] if self.ahead else self.input_grad.new_empty(num_hot, hidden)
         if self.request.weight is not None:
             at_once = sent is not None and first < last <= first + chunk  # no sum of roundings
             weight_grad = sent if at_once else weight.new_empty((num_hot, hidden), dtype=torch.float32)
@@ -778,7 +788,7 @@ class _Backward:
             bias_partials = weight.new_empty((row_tiles, num_hot), dtype=torch.float32)
         for start in range(first, last, chunk):
             stop = min(start + chunk, last)
-            part, g = operands.tokens(start, stop), logit_grads[: stop - start, :num_hot]
+            part, g = operands.tokens(start - first, stop - first), logit_grads[: stop - start, :num_hot]
             if shared is not None and shared.exponentials is not None:
                 self._hot_logit_grads_from(shared, shared.exponentials, g, start, stop)
             else:
@@ -793,7 +803,7 @@ class _Backward:
                 bias_grad += bias_partials[: cdiv(stop - start, tile_rows)].sum(0)
             if weight_grad is not None:
                 product(
-                    weight_grad, g.T, self._safe_input(start, stop),
+                    weight_grad, g.T, self._safe_input(part.input, start, whole=chunk >= last - first),
                     accumulate=start > first, factor=self.inverse_factor, library=self.library,
                 )  # fmt: skip
             if self.input_grad is not None:
@@ -802,7 +812,14 @@ class _Backward:
                     product(out, part_g, weight, accumulate=False, factor=self.inverse_factor, library=self.library)
         if sent is not None and weight_grad is not sent:
             weight_grad = sent.zero_() if weight_grad is None or first == last else sent.copy_(weight_grad)
+        if sent is not None and self.request.hot_start is not None:
+            self.request.hot_start(sent)
         return _HotPart(weight_grad, bias_grad)
+
+    def _own_input(self, first: int, last: int) -> Tensor:
+        """The tokens that the hot rows are multiplied with, which may be here before the others are."""
+        own = self.request.own_input
+        return self.problem.input[first:last] if own is None else own
 
     def _hot_logit_grads_from(
         self, shared: SharedHot, kept: HotExponentials, out: Tensor, start: int, stop: int
@@ -861,11 +878,14 @@ class _Backward:
                     yield low, high, row + low - first
                 row += last - first
 
-    def _safe_input(self, start: int, stop: int) -> Tensor:
-        """E with 0 in rows without gradient, which may hold NaN; in the memory of grad E's result if it fits there."""
-        part = self.problem.input[start:stop]
-        # Rows of other tokens may be done already, and with runs these rows can be theirs.
-        unused = stop - start == self.problem.num_tokens or all(piece.runs == 1 for piece in self.pieces)
+    def _safe_input(self, part: Tensor, start: int, *, whole: bool) -> Tensor:
+        """Tokens from ``start`` on, with 0 where they have no gradient, and may hold NaN.
+
+        In the memory of grad E's result if it fits there. Unless that is the ``whole`` of the tokens, rows of others
+        may be done already, and with runs these rows can be theirs.
+        """
+        stop = start + len(part)
+        unused = whole or all(piece.runs == 1 for piece in self.pieces)
         if unused and self.input_grad is not None and self.lends_input_grad:
             out = self.input_grad[self.ahead + start : self.ahead + stop].view(part.dtype)
         else:

@@ -107,15 +107,21 @@ def gradients(
         _add_smoothing(total, problem, logit_grad)
     if total.input is not None and request.input_dtype is not None:
         whole = total.input.masked_fill_(~logit_grad.active[:, None], 0.0).to(request.input_dtype)
+        if hot_grad is not None:
+            hot_grad = hot_grad.to(whole.dtype)
         if hot_grad is None:
             request.hand_on(whole, on_input_grad)
+        elif request.hot_start is not None:
+            request.hot_start(hot_grad)
+            request.hand_on(whole, on_input_grad)
         else:
-            whole = torch.cat([hot_grad.to(whole.dtype), whole])
+            whole = torch.cat([hot_grad, whole])
+            hot_grad = whole[: len(hot_grad)]
             request.hand_on(whole, on_input_grad, len(hot_grad))
     if request.weight is not None and total.weight is not None:
         if hot_grad is not None:
             here = plan.hot >= 0
-            total.weight[plan.hot[here]] += request.hot_sum(whole[: len(hot_grad)])[here]
+            total.weight[plan.hot[here]] += request.hot_sum(hot_grad)[here]
         occurring = torch.cat([entries.rows, problem.target[logit_grad.active], plan.hot])
         touched = None if logit_grad.smoothing is not None else occurring
         _store(request.weight, total.weight, touched)

@@ -519,6 +519,30 @@ def test_hot_rows_shared_out(
     compare_shared(small(inactive=0.2, **options), cuts, TOLERANCE, pieces=pieces)
 
 
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize(
+    ("options", "cuts", "pieces"),
+    [
+        ({"tokens": 20}, [0, 41], (TokenPiece(0, 4, 2, 10), TokenPiece(4, 6, 2, 10))),
+        ({"tokens": 18, "smoothing": True}, [0, 0, 70], (TokenPiece(0, 2, 3, 6), TokenPiece(2, 4, 3, 6))),
+        ({"tokens": 4, "hidden": 40}, [0, 20, 30, 70], ()),
+    ],
+    ids=["two", "ranks without rows", "one piece"],
+)
+def test_hot_rows_of_own_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+    cuts: list[int],
+    pieces: tuple[TokenPiece, ...],
+    at_once: bool,
+) -> None:
+    """Under sequence parallelism, before the other ranks' tokens are here; E's copy lies where grad E will."""
+    if not at_once:
+        monkeypatch.setattr(sampled, "HOT_BYTES", 1)
+    monkeypatch.setattr(tiles, "_INTERPRETER", replace(tiles._INTERPRETER, rows=4))
+    compare_shared(small(inactive=0.2, **options), cuts, TOLERANCE, pieces=pieces, apart=True, keep=at_once)
+
+
 @pytest.mark.parametrize(
     ("options", "cuts"),
     [({}, [0, 41]), ({"scale": 0.7, "smoothing": True}, [0, 0, 33, 70]), ({"tokens": 2, "spread": 60.0}, [0, 10, 20])],

@@ -131,10 +131,12 @@ def compare_shared(
     pieces: tuple[TokenPiece, ...] = (),
     sent: torch.dtype = torch.float32,
     keep: bool = False,
+    apart: bool = False,
 ) -> None:
     """Ranks whose rows begin at ``cuts``, and who share the hot rows out by tokens, against one that has all rows.
 
-    With ``keep``, the hot rows' exponentials come from the anchor's kernels.
+    With ``keep``, the hot rows' exponentials come from the anchor's kernels. With ``apart``, a rank has its own tokens
+    long before the others', and hands on the hot rows' gradients alone.
     """
     from cce_tp.kernels import sampled
 
@@ -151,14 +153,23 @@ def compare_shared(
         buffer = torch.full_like(part.problem.weight, float("nan"))
         ready = (lambda: handed[0].clone()) if total is None else (lambda: total)
         request = GradientRequest(sent, WeightGradBuffer(buffer, False), False, pieces, None, ready)
-        sampled.sampled_gradients(part.problem, part.plan, chosen[rank], case.logit_grad, request, handed.append)
+        problem, shared = part.problem, part.plan.shared
+        if apart and shared is not None:
+            own = problem.input[shared.first : shared.last].clone()
+            problem = replace(problem, input=problem.input.clone())
+            request = replace(request, input_ready=late_input(problem), own_input=own, hot_start=handed.append)
+        sampled.sampled_gradients(problem, part.plan, chosen[rank], case.logit_grad, request, handed.append)
         return handed, buffer
 
     first = sum(run(rank, None)[0][0].float() for rank in range(size))
     assert isinstance(first, Tensor)
     results = [run(rank, first) for rank in range(size)]
     number = len(case.plan.hot)
-    handed = [[part[0][number:], *part[1:]] for part, _ in results]
+    if apart:
+        assert all(len(part[0]) == number for part, _ in results)
+        handed = [part[1:] for part, _ in results]
+    else:
+        handed = [[part[0][number:], *part[1:]] for part, _ in results]
     total = sum(in_order(each, pieces).float() for each in handed)
     assert isinstance(total, Tensor)
     assert relative_error(total, one.input) < tolerance

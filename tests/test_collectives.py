@@ -150,6 +150,7 @@ def test_pieces_of_the_input_gradient(pool: Pool, tp: int, vocab: int, sequence_
         assert sum(numel(seen.shape) for seen in in_parts) == sum(numel(seen.shape) for seen in reduced)
 
 
+@pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("pieces", [1, 3])
 @pytest.mark.parametrize(
     ("tp", "vocab", "options"),
@@ -161,10 +162,16 @@ def test_pieces_of_the_input_gradient(pool: Pool, tp: int, vocab: int, sequence_
     ],
     ids=["plain", "smoothing", "a rank without rows", "scale"],
 )
-def test_hot_rows_are_shared_out(pool: Pool, tp: int, vocab: int, options: Options, pieces: int) -> None:
-    """By tokens, of which there may be none for a rank: the same entries and gradients, and one collective more."""
-    spec = replace(PLAIN, shape=(9,), vocab=vocab, ignored=0.2, split="chunk", options=options, lse_grad=True)
-    keywords = {"backward": SAMPLED, "return_stats": True}
+def test_hot_rows_are_shared_out(
+    pool: Pool, tp: int, vocab: int, options: Options, pieces: int, sequence_parallel: bool
+) -> None:
+    """By tokens, of which there may be none for a rank: the same entries and gradients.
+
+    The rows are one collective more; their gradients travel with the input's, or alone if that is scattered.
+    """
+    shape = (12,) if sequence_parallel else (9,)
+    spec = replace(PLAIN, shape=shape, vocab=vocab, ignored=0.2, split="chunk", options=options, lse_grad=True)
+    keywords = {"backward": SAMPLED, "return_stats": True, "sequence_parallel": sequence_parallel}
     alone = pool.run(tp, _overlapped, spec, keywords, Overlap(pieces, least_bytes=0, hot_tokens=None))
     shared = pool.run(tp, _overlapped, spec, keywords, Overlap(pieces, least_bytes=0, hot_tokens=1))
     hot, looked_at = min(4, vocab), min(4, vocab) + min(sampling.COLD_ROWS, vocab)
@@ -175,12 +182,15 @@ def test_hot_rows_are_shared_out(pool: Pool, tp: int, vocab: int, options: Optio
         for name in ("grad_input", "grad_weight"):
             assert relative_error(getattr(other, name), getattr(one, name)) < 2e-6, name
         before, after = ([numel(s.shape) for s in r.collectives if s.dtype != torch.uint8] for r in (one, other))
-        assert after == [looked_at * D, *before[:2], before[2] + hot * D, *before[3:]]
+        if sequence_parallel:
+            gathered, anchor, combined, gathered_again, *reduced = before
+            assert after == [looked_at * D, gathered, anchor, combined, gathered_again, hot * D, *reduced]
+        else:
+            assert after == [looked_at * D, *before[:2], before[2] + hot * D, *before[3:]]
     with library_collectives.overlap(Overlap(hot_tokens=4)):
         group = library_collectives.TensorParallelGroup(None, 1, 3)
-        assert library_collectives.shares_hot_rows(12, group, False)
-        assert not library_collectives.shares_hot_rows(11, group, False)
-        assert not library_collectives.shares_hot_rows(12, group, True)
+        assert library_collectives.shares_hot_rows(12, group)
+        assert not library_collectives.shares_hot_rows(11, group)
         assert library_collectives.share_of(11, group) == (3, 7)
 
 

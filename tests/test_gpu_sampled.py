@@ -24,7 +24,7 @@ from sampled_problem import (
 )
 from torch import Tensor
 
-from cce_tp.kernels.interface import GradientRequest, WeightGradBuffer
+from cce_tp.kernels.interface import GradientRequest, TokenPiece, WeightGradBuffer
 
 pytest.importorskip("triton")
 
@@ -235,6 +235,9 @@ def test_hot_rows_shared_out(hidden: int, cuts: list[int], sent: torch.dtype, to
     spec = LocalSpec(tokens=700, hidden=hidden, rows=2000, dtype=torch.bfloat16, inactive=0.1)
     compare_shared(spec, cuts, tolerance, "cuda", sent=sent)
     compare_shared(spec, cuts, max(tolerance, 5e-3), "cuda", sent=sent, keep=True)
+    size = len(cuts)
+    spec, own = replace(spec, tokens=240 * size), (TokenPiece(0, 100, size, 240), TokenPiece(100, 140, size, 240))
+    compare_shared(spec, cuts, max(tolerance, 5e-3), "cuda", pieces=own, sent=sent, keep=True, apart=True)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 5e-3)], ids=["fp32", "bf16"])

@@ -39,6 +39,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import cce_tp
+from cce_tp.collectives import Overlap, overlap
 
 pytestmark = pytest.mark.multigpu
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -157,7 +158,7 @@ def _kept(result: RankResult, spec: Spec, rows: int) -> int:
 
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [*MODES, "hot rows shared"])
 @pytest.mark.parametrize("split", SHARED_OUT)
 def test_a_group_is_as_one_rank(
     gpu_pool: Pool, split: str, mode: str, sequence_parallel: bool, dtype: torch.dtype, tp: int
@@ -166,9 +167,11 @@ def test_a_group_is_as_one_rank(
     options = Options(reduction="none")
     rest = {"shape": (128,), "hidden": 72, "spread": 3.0, "ignored": 0.1, "dtype": dtype, "options": options}
     spec = splittable(replace(SHARED_OUT[split], **rest), tp)
+    shared, mode = mode not in MODES, mode if mode in MODES else "sampled"
     keywords: dict[str, Any] = {"backward": MODES[mode], "return_stats": True}
     (alone,) = gpu_pool.run(1, run_spec_task, spec, keywords)
-    results = gpu_pool.run(tp, run_spec_task, spec, keywords | {"sequence_parallel": sequence_parallel})
+    keywords["sequence_parallel"] = sequence_parallel
+    results = gpu_pool.run(tp, _overlapped, spec, keywords, Overlap(hot_tokens=1 if shared else None))
     for result in results:
         assert torch.equal(result.loss, results[0].loss)
         assert torch.equal(result.lse, results[0].lse)
@@ -184,13 +187,17 @@ def test_a_group_is_as_one_rank(
     assert relative_error(whole, alone.grad_weight) < LIMITS[dtype]
 
 
+SHARING_IN_PIECES = replace(IN_PIECES, hot_tokens=1)
+
+
+@pytest.mark.parametrize("hot_tokens", [None, 1], ids=["own rows", "hot rows shared"])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_pieces_are_the_whole(gpu_pool: Pool, sequence_parallel: bool, tp: int) -> None:
+def test_pieces_are_the_whole(gpu_pool: Pool, sequence_parallel: bool, hot_tokens: int | None, tp: int) -> None:
     """The sampled backward's reduction piece by piece."""
     spec = replace(MANY, ignored=0.2)
     keywords = {"backward": MODES["sampled"], "sequence_parallel": sequence_parallel}
-    whole = gpu_pool.run(tp, _overlapped, spec, keywords, None)
-    parts = gpu_pool.run(tp, _overlapped, spec, keywords, IN_PIECES)
+    whole = gpu_pool.run(tp, _overlapped, spec, keywords, Overlap(pieces=1, hot_tokens=hot_tokens))
+    parts = gpu_pool.run(tp, _overlapped, spec, keywords, replace(IN_PIECES, hot_tokens=hot_tokens))
     for one, other in zip(whole, parts, strict=True):
         assert torch.equal(one.grad_weight, other.grad_weight)
         assert relative_error(other.grad_input, one.grad_input) < 1e-6
@@ -249,12 +256,12 @@ def test_streams_that_share_a_hardware_queue(one_queue_pool: Pool, mode: str, se
 def _on_side_stream(rank: Rank, mode: Any, sequence_parallel: bool) -> list[float]:
     """Differences between a stream of one's own and the default one; the memory is reused at once."""
     spec, keywords = replace(MANY, dtype=torch.bfloat16), {"backward": mode, "sequence_parallel": sequence_parallel}
-    right = _overlapped(rank, spec, keywords, IN_PIECES)
+    right = _overlapped(rank, spec, keywords, SHARING_IN_PIECES)
     side, found = torch.cuda.Stream(), []
     for _ in range(5):
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            again = _overlapped(rank, spec, keywords, IN_PIECES)
+            again = _overlapped(rank, spec, keywords, SHARING_IN_PIECES)
         torch.full((4096, 512), math.nan, device=rank.device)
         found += [relative_error(getattr(again, name), getattr(right, name)) for name in ("grad_input", "grad_weight")]
         found.append(float((again.loss - right.loss).abs()))
@@ -285,11 +292,12 @@ def _captured(rank: Rank, mode: Any, sequence_parallel: bool) -> list[float]:
             target.copy_(torch.randint(spec.vocab, spec.shape, generator=generator, device=rank.device))
 
     def step() -> list[Tensor]:
-        loss = cce_tp.linear_cross_entropy(
-            leaf, weight, target, group=rank.group, shard=shard.vocab, sequence_parallel=sequence_parallel,
-            backward=mode,
-        )  # fmt: skip
-        return [loss.detach(), *torch.autograd.grad(loss, [leaf, weight])]
+        with overlap(SHARING_IN_PIECES):
+            loss = cce_tp.linear_cross_entropy(
+                leaf, weight, target, group=rank.group, shard=shard.vocab, sequence_parallel=sequence_parallel,
+                backward=mode,
+            )  # fmt: skip
+            return [loss.detach(), *torch.autograd.grad(loss, [leaf, weight])]
 
     draw()
     side = torch.cuda.Stream()
