@@ -212,22 +212,21 @@ def gather_sequence(local: Tensor, group: TensorParallelGroup) -> Tensor:
 
 
 class Gathering:
-    """``[N/T, D]`` token shards of all ranks on their way here: one collective, begun at once; none for one rank.
+    """``[N/T, D]`` token shards of all ranks, or other rows, on their way here: one collective, begun at once; none for
+    one rank.
 
     Attributes:
         local: this rank's tokens, contiguous; held until the others' are here, since a stream of its own reads them.
         buffer: where all tokens will be, ``[N, D]``, in rank order; not to be read before ``tokens`` was called.
     """
 
-    def __init__(self, local: Tensor, group: TensorParallelGroup) -> None:
+    def __init__(self, local: Tensor, group: TensorParallelGroup, what: str = "gathering the input") -> None:
         self.local = self.buffer = local
         self._pending: Pending | None = None
         if not group.is_single:
             self.local = local.contiguous()
             self.buffer = local.new_empty(group.size * local.shape[0], *local.shape[1:])
-            self._pending = _transport.all_gather(
-                self.buffer.view(-1), self.local.view(-1), group, "gathering the input", later=True
-            )
+            self._pending = _transport.all_gather(self.buffer.view(-1), self.local.view(-1), group, what, later=True)
 
     @property
     def under_way(self) -> bool:
@@ -254,14 +253,8 @@ def begin_sum(local: Tensor, group: TensorParallelGroup, what: str) -> Pending:
     return _transport.all_reduce(local, group, what, later=True)
 
 
-def combine(
-    partials: Partials,
-    smoothing_mass: Tensor | None,
-    shard: VocabShard,
-    group: TensorParallelGroup,
-    join: Callable[[Tensor, Packing], Partials] = join,
-) -> Partials:
-    """Partials of the whole vocabulary from those of each rank; ``argmax`` must count global ids.
+class Combination:
+    """Partials of the whole vocabulary from those of each rank, begun at once; ``argmax`` must count global ids.
 
     One number a token says which rows a rank read. If the ranks' rows don't chain from 0 to V, which the first call of
     a kind refuses but a later one could bring, the maximum and with it everything becomes NaN, without a
@@ -271,17 +264,38 @@ def combine(
         smoothing_mass: this rank's ``sum_v c_v``, fp32 ``[]``; None without label smoothing.
         join: folds what was gathered, as ``kernels.fold.join``.
     """
-    if group.is_single:
-        return partials
-    packing = Packing(
-        smoothing=partials.smoothing is not None,
-        stats=partials.entropy is not None,
-        whole=_mark(shard.vocab_size) - _mark(0),
-    )
-    link = _mark(shard.stop) - _mark(shard.start)
-    if group.size <= GATHER_UP_TO:
-        return join(all_gather(packing.pack(partials, link, smoothing_mass), group, COMBINING), packing)
-    return _combine_by_reduction(partials, smoothing_mass, link, packing.whole, group)
+
+    def __init__(
+        self,
+        partials: Partials,
+        smoothing_mass: Tensor | None,
+        shard: VocabShard,
+        group: TensorParallelGroup,
+        join: Callable[[Tensor, Packing], Partials] = join,
+    ) -> None:
+        self._result = partials
+        self._gathering: Gathering | None = None
+        if group.is_single:
+            return
+        self._join, self._size = join, group.size
+        self._packing = Packing(
+            smoothing=partials.smoothing is not None,
+            stats=partials.entropy is not None,
+            whole=_mark(shard.vocab_size) - _mark(0),
+        )
+        link = _mark(shard.stop) - _mark(shard.start)
+        if group.size <= GATHER_UP_TO:
+            self._gathering = Gathering(self._packing.pack(partials, link, smoothing_mass), group, COMBINING)
+        else:
+            self._result = _combine_by_reduction(partials, smoothing_mass, link, self._packing.whole, group)
+
+    def result(self) -> Partials:
+        """As soon as they are here."""
+        if self._gathering is not None:
+            gathered = self._gathering.tokens()
+            self._result = self._join(gathered.unflatten(0, (self._size, len(gathered) // self._size)), self._packing)
+            self._gathering = None
+        return self._result
 
 
 def _mark(bound: int) -> int:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from . import agreement, collectives
 from .arguments import Arguments, gather_arguments, resolve_tensor_parallel_group
-from .collectives import SINGLE, Gathering, InputGradReduction, TensorParallelGroup, resolve_group
+from .collectives import SINGLE, Combination, Gathering, InputGradReduction, TensorParallelGroup, resolve_group
 from .kernels import filtering, sampling
 from .kernels.contexts import without_autocast
 from .kernels.interface import (
@@ -158,20 +158,26 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     shared = _share_rows(call, weight, rows, len(target))
                     gathering = call.gather(local_input)
                 if call.samples:
-                    seed, shared_hot = _seed(call, weight.device), _shared_hot(rows, shared, target)
+                    seed, shared_hot = _seed(call, weight.device), _shared_hot(call, rows, shared, target)
                 anchor = _anchor(call, gathering, problem_of, rows, shared)
             else:
                 partials = _partials(call, gathering, problem_of)
             problem = problem_of(gathering.tokens())
+            mass = None if smoothing_weight is None else smoothing_weight.sum()
+            combine = partial(_combination, call, mass)
             if call.samples:
                 ctx.plan = _plan_sampling(call, rows, anchor, active, seed, shared_hot)
-                partials, ctx.selection = call.implementation.select(problem, ctx.plan, stats=options.return_stats)
+                begun: list[Combination] = []
+                _, ctx.selection = call.implementation.select(
+                    problem, ctx.plan, stats=options.return_stats, on_partials=lambda p: begun.append(combine(p))
+                )
+                whole = begun[0].result()
             elif call.filters:
                 ctx.plan = _plan_filter(call, problem.num_rows, anchor, active)
                 partials, peaks = call.implementation.screen(problem, ctx.plan, stats=options.return_stats)
-            mass = None if smoothing_weight is None else smoothing_weight.sum()
-            ours = call.with_global_argmax(partials)
-            whole = collectives.combine(ours, mass, call.shard, call.group, call.implementation.join)
+                whole = combine(partials).result()
+            else:
+                whole = combine(partials).result()
 
             if ctx.plan is not None and call.samples and ctx.plan.shared is not None:
                 ctx.plan = replace(ctx.plan, shared=replace(ctx.plan.shared, target_logit=whole.target_logit))
@@ -197,6 +203,27 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # saved_tensors may be read only once: activation checkpointing recomputes them at the first access.
         with without_autocast(ctx.device_type):
             return (*_gradients(ctx, upstream[0], upstream[1]), None, None, None)
+
+
+class _Mean(torch.autograd.Function):
+    """Per-token losses to their mean: one kernel, where a sum, a sum of weights and a division would be three."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, target: Tensor, class_weight: Tensor | None, call: _Call) -> Tensor:
+        mean, divisor = call.implementation.mean(call.rule, loss, target, class_weight)
+        ctx.save_for_backward(divisor)
+        ctx.shape = loss.shape
+        return mean
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        (divisor,) = ctx.saved_tensors
+        return (upstream[0] / divisor).expand(ctx.shape), None, None, None
+
+
+def _combination(call: _Call, smoothing_mass: Tensor | None, partials: Partials) -> Combination:
+    ours = call.with_global_argmax(partials)
+    return Combination(ours, smoothing_mass, call.shard, call.group, call.implementation.join)
 
 
 def _detached_stats(rule: TokenRule, whole: Partials, log_sum: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -268,12 +295,12 @@ def _share_rows(call: _Call, weight: Tensor, rows: sampling.AnchorRows, num_toke
 
 
 def _shared_hot(
-    rows: sampling.AnchorRows, shared: sampling.SharedRows | None, target: Tensor
+    call: _Call, rows: sampling.AnchorRows, shared: sampling.SharedRows | None, target: Tensor
 ) -> sampling.SharedHot | None:
     if shared is None:
         return None
     number = rows.num_hot
-    place = rows.target_place(target)
+    place = call.implementation.target_place(rows, target)
     return sampling.SharedHot(
         shared.weight[:number], rows.ids[:number], place, shared.first, shared.last, shared.exponentials
     )
@@ -432,7 +459,8 @@ def _reduce(loss: Tensor, call: _Call, target: Tensor, class_weight: Tensor | No
     """Sum, or mean over the class weights of the tokens that aren't ignored; without a host synchronisation."""
     if call.options.reduction == "sum":
         return loss.sum()
-    return loss.sum() / call.implementation.weight_sum(call.rule, target, class_weight)
+    mean: Tensor = _Mean.apply(loss, target, class_weight, call)
+    return mean
 
 
 # The collectives and the choice of kernels are opaque to torch.compile: one graph break, the same for every shape.

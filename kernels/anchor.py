@@ -170,6 +170,23 @@ def anchor_rows(target: Tensor, active: Tensor, ids: sampling.RowIds, reference_
     return sampling.AnchorRows(rows, num_hot, place, num_cold, vocab_size, every, counts)
 
 
+@triton.jit(do_not_specialize=["num_tokens", "vocab_size"])
+def _target_place_kernel(place, target, out, num_tokens, vocab_size, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    o_n = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    b_target = tl.load(target + o_n, mask=o_n < num_tokens, other=-1)
+    b_place = tl.load(place + b_target, mask=(b_target >= 0) & (b_target < vocab_size), other=0)
+    tl.store(out + o_n, b_place, mask=o_n < num_tokens)
+
+
+def target_place(rows: sampling.AnchorRows, target: Tensor) -> Tensor:
+    """``AnchorRows.target_place`` by Triton, in one launch."""
+    out = torch.empty(target.shape, dtype=torch.int32, device=target.device)
+    _target_place_kernel[(cdiv(max(1, len(target)), COUNT_TOKENS),)](
+        rows.place_of_id, target.contiguous(), out, len(target), rows.vocab_size, SIZE=COUNT_TOKENS, num_warps=4
+    )
+    return out
+
+
 @triton.jit
 def _gather_kernel(  # type: ignore[no-untyped-def]
     matrix, rows, out, width, stride_row, stride_col, BLOCK: tl.constexpr

@@ -366,8 +366,8 @@ class LocalImplementation(Protocol):
         """See ``tokens.losses``."""
         ...
 
-    def weight_sum(self, rule: TokenRule, target: Tensor, class_weight: Tensor | None) -> Tensor:
-        """See ``tokens.weight_sum``."""
+    def mean(self, rule: TokenRule, loss: Tensor, target: Tensor, class_weight: Tensor | None) -> tuple[Tensor, Tensor]:
+        """See ``tokens.mean``."""
         ...
 
     def logit_gradient(
@@ -384,6 +384,10 @@ class LocalImplementation(Protocol):
 
     def anchor_rows(self, target: Tensor, active: Tensor, ids: RowIds, reference_rows: int) -> AnchorRows:
         """The rows that the sampled mode's anchor looks at, see ``sampling.anchor_rows``."""
+        ...
+
+    def target_place(self, rows: AnchorRows, target: Tensor) -> Tensor:
+        """See ``AnchorRows.target_place``."""
         ...
 
     def gather_rows(self, matrix: Tensor, rows: Tensor) -> Tensor:
@@ -405,8 +409,19 @@ class LocalImplementation(Protocol):
         """The anchor from the group's sums, see ``sampling.anchor``: fp32 ``[N]``."""
         ...
 
-    def select(self, problem: LocalProblem, plan: SamplingPlan, *, stats: bool) -> tuple[Partials, Selection]:
-        """``partials``, and the entries of the softmax that the sampled backward keeps (see ``sampling``)."""
+    def select(
+        self,
+        problem: LocalProblem,
+        plan: SamplingPlan,
+        *,
+        stats: bool,
+        on_partials: Callable[[Partials], object] | None = None,
+    ) -> tuple[Partials, Selection]:
+        """``partials``, and the entries of the softmax that the sampled backward keeps (see ``sampling``).
+
+        Args:
+            on_partials: is called with the former, once, perhaps before the latter are known.
+        """
         ...
 
     def sampled_gradients(

@@ -272,6 +272,11 @@ def _input_grad_kernel(  # type: ignore[no-untyped-def]
         if REST > 0:
             b_e_r = read(input + n * input_stride_n + o_r.to(tl.int64) * input_stride_d, m_r, not EVEN)
             b_acc_r = tl.zeros((REST,), dtype=tl.float32)
+        if WRITE and HAS_HOT:  # with E's row, rather than at the end, when there is nothing else to do
+            hot_width = tl.where((n >= hot_first) & (n < hot_last), hidden, 0)
+            b_acc += tl.load(p_out, mask=o_d < hot_width, other=0.0).to(tl.float32)
+            if REST > 0:
+                b_acc_r += tl.load(p_out_r, mask=o_r < hot_width, other=0.0).to(tl.float32)
 
         # Two rows apart rather than a block of two, whose weighted sum would cost an addition more.
         APART: tl.constexpr = AT_ONCE == 2 and REST == 0
@@ -315,15 +320,10 @@ def _input_grad_kernel(  # type: ignore[no-untyped-def]
             if HAS_SMOOTHING:
                 s_smoothing = tl.load(smoothing + n) * scale
                 b_acc -= s_smoothing * tl.load(smoothed_weight + o_d, mask=m_d, other=0.0)
-            if HAS_HOT:
-                hot_width = tl.where((n >= hot_first) & (n < hot_last), hidden, 0)
-                b_acc += tl.load(p_out, mask=o_d < hot_width, other=0.0).to(tl.float32)
             tl.store(p_out, b_acc.to(out.dtype.element_ty), mask=m_d)
             if REST > 0:
                 if HAS_SMOOTHING:
                     b_acc_r -= s_smoothing * tl.load(smoothed_weight + o_r, mask=m_r, other=0.0)
-                if HAS_HOT:
-                    b_acc_r += tl.load(p_out_r, mask=o_r < hot_width, other=0.0).to(tl.float32)
                 tl.store(p_out_r, b_acc_r.to(out.dtype.element_ty), mask=m_r)
 
 
@@ -534,22 +534,36 @@ def _hot_logit_grad_from_exps_kernel(  # type: ignore[no-untyped-def]
     target_factor,
     active,
     out,
+    input,
+    copy,
     out_stride,
     num_hot,
+    hidden,
+    input_stride_n,
+    input_stride_d,
     scale,
     HAS_SCALE: tl.constexpr,
+    COPY: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """G of one token over some of the hot rows, from what the anchor kept of their logits; 0 without a gradient.
 
-    The target's p is not taken from there: next to 1, the difference would be lost in 16 bits.
+    The target's p is not taken from there: next to 1, the difference would be lost in 16 bits. If COPY, the token's row
+    of E is copied by the way, and is 0 without a gradient: see ``_room_for_copy``.
     """
     n = tl.program_id(0).to(tl.int64)
     o_v = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     m_v = o_v < num_hot
+    is_active = tl.load(active + n)
+    if COPY:
+        width = tl.where(is_active, hidden, 0)
+        for d in range(tl.program_id(1) * BLOCK, hidden, tl.num_programs(1) * BLOCK):
+            o_d = (d + tl.arange(0, BLOCK)).to(tl.int64)
+            b_e = tl.load(input + n * input_stride_n + o_d * input_stride_d, mask=o_d < width, other=0.0)
+            tl.store(copy + n * hidden + o_d, b_e, mask=o_d < hidden)
     b_g = tl.zeros((BLOCK,), dtype=tl.float32)
-    if tl.load(active + n):
+    if is_active:
         s_max = tl.load(row_max + n)
         s_log2_sum = tl.load(log_sum + n) * LOG2E
         b_top = tl.load(tops + n * tl.cdiv(num_hot, WIDTH) + o_v // WIDTH, mask=m_v, other=0.0)
@@ -789,9 +803,14 @@ class _Backward:
         for start in range(first, last, chunk):
             stop = min(start + chunk, last)
             part, g = operands.tokens(start - first, stop - first), logit_grads[: stop - start, :num_hot]
+            copy = None
+            if weight_grad is not None:
+                copy = self._room_for_copy(part.input, start, whole=chunk >= last - first)
             if shared is not None and shared.exponentials is not None:
-                self._hot_logit_grads_from(shared, shared.exponentials, g, start, stop)
+                self._hot_logit_grads_from(shared, shared.exponentials, g, start, part.input, copy)
             else:
+                if copy is not None:
+                    select_tokens(part.input, self.active[start:stop], copy)
                 _hot_logit_grad_kernel[part.grid()](
                     *part.handles(), part.bias, part.target, hot, place,
                     self.max[start:stop], self.log_sum[start:stop], self.prob[start:stop],
@@ -801,9 +820,9 @@ class _Backward:
                 )  # fmt: skip
             if bias_grad is not None and bias_partials is not None:
                 bias_grad += bias_partials[: cdiv(stop - start, tile_rows)].sum(0)
-            if weight_grad is not None:
+            if weight_grad is not None and copy is not None:
                 product(
-                    weight_grad, g.T, self._safe_input(part.input, start, whole=chunk >= last - first),
+                    weight_grad, g.T, copy,
                     accumulate=start > first, factor=self.inverse_factor, library=self.library,
                 )  # fmt: skip
             if self.input_grad is not None:
@@ -822,17 +841,19 @@ class _Backward:
         return self.problem.input[first:last] if own is None else own
 
     def _hot_logit_grads_from(
-        self, shared: SharedHot, kept: HotExponentials, out: Tensor, start: int, stop: int
+        self, shared: SharedHot, kept: HotExponentials, out: Tensor, start: int, input: Tensor, copy: Tensor | None
     ) -> None:
-        """The same from what the anchor kept, where it did: no scaling then, and no bias."""
+        """The same from what the anchor kept, where it did, and the copy: no scaling then, and no bias."""
         assert shared.target_logit is not None
+        stop = start + len(input)
         own, tokens = slice(start - shared.first, stop - shared.first), slice(start, stop)
         block = min(next_power_of_2(shared.num_hot), HOT_BLOCK)
         _hot_logit_grad_from_exps_kernel[(stop - start, cdiv(shared.num_hot, block))](
             kept.values[own], kept.tops[own], shared.target_place[tokens], shared.target_logit[tokens],
             self.max[tokens], self.log_sum[tokens], self.prob[tokens], self.target_factor[tokens], self.active[tokens],
-            out, out.stride(0), shared.num_hot, self.problem.logit_scale,
-            HAS_SCALE=self.problem.logit_scale != 1.0, WIDTH=kept.width, BLOCK=block, num_warps=4,
+            out, input, copy, out.stride(0), shared.num_hot, input.shape[1], *input.stride(), self.problem.logit_scale,
+            HAS_SCALE=self.problem.logit_scale != 1.0, COPY=copy is not None, WIDTH=kept.width, BLOCK=block,
+            num_warps=4,
         )  # fmt: skip
 
     def _check_workspace(self) -> None:
@@ -878,8 +899,8 @@ class _Backward:
                     yield low, high, row + low - first
                 row += last - first
 
-    def _safe_input(self, part: Tensor, start: int, *, whole: bool) -> Tensor:
-        """Tokens from ``start`` on, with 0 where they have no gradient, and may hold NaN.
+    def _room_for_copy(self, part: Tensor, start: int, *, whole: bool) -> Tensor:
+        """For the tokens from ``start`` on with 0 where they have no gradient, and may hold NaN.
 
         In the memory of grad E's result if it fits there. Unless that is the ``whole`` of the tokens, rows of others
         may be done already, and with runs these rows can be theirs.
@@ -887,10 +908,8 @@ class _Backward:
         stop = start + len(part)
         unused = whole or all(piece.runs == 1 for piece in self.pieces)
         if unused and self.input_grad is not None and self.lends_input_grad:
-            out = self.input_grad[self.ahead + start : self.ahead + stop].view(part.dtype)
-        else:
-            out = part.new_empty(part.shape)
-        return select_tokens(part, self.active[start:stop], out)
+            return self.input_grad[self.ahead + start : self.ahead + stop].view(part.dtype)
+        return part.new_empty(part.shape)
 
     # -- grad E, and the weights of all entries
 

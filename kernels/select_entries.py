@@ -26,6 +26,7 @@ Numerics:
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -442,9 +443,15 @@ def _list_kernel(  # type: ignore[no-untyped-def]
 
 
 def select(
-    problem: LocalProblem, plan: SamplingPlan, *, stats: bool, allow_tma: bool = True, specialise: bool = True
+    problem: LocalProblem,
+    plan: SamplingPlan,
+    *,
+    stats: bool,
+    on_partials: Callable[[Partials], object] | None = None,
+    allow_tma: bool = True,
+    specialise: bool = True,
 ) -> tuple[Partials, Selection]:
-    """The contract's ``select``.
+    """The contract's ``select``: the partials are complete before the last chunk's lists are made.
 
     Args:
         allow_tma: whether tensor memory descriptors may be used where they can.
@@ -460,7 +467,10 @@ def select(
     rows = new((num_tokens, budget), dtype=torch.int32)
     if num_tokens == 0 or num_rows == 0:
         nothing = torch.zeros(num_tokens, dtype=torch.int32, device=device)
-        return empty_partials(num_tokens, device, smoothing=smoothing, stats=stats), Selection(rows, nothing, nothing)
+        results = empty_partials(num_tokens, device, smoothing=smoothing, stats=stats)
+        if on_partials is not None:
+            on_partials(results)
+        return results, Selection(rows, nothing, nothing)
     results = unset_partials(num_tokens, device, smoothing=smoothing, stats=stats)
 
     operands = LogitOperands.prepare(problem, allow_tma=allow_tma)
@@ -502,6 +512,8 @@ def select(
                 STATS=stats, **part.flags(),
             )  # fmt: skip
         forward.fold_chunk(results, slice(start, stop), buffer, argmax_buffer, mass, num_tiles)
+        if on_partials is not None and stop == num_tokens:
+            on_partials(results)
         _list_kernel[(stop - start,)](
             bitmap, marks, token_hashes[start:stop], active[start:stop],
             selection.found[start:stop], selection.rows[start:stop], num_tiles, marks.shape[1] // MARK_UNIT, budget,

@@ -158,10 +158,12 @@ def _losses_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=_IDS)
-def _weight_sum_kernel(  # type: ignore[no-untyped-def]
-    target, class_weight, out, num_tokens, vocab_size, ignored, HAS_WEIGHT: tl.constexpr, SIZE: tl.constexpr
-):
+def _mean_kernel(  # type: ignore[no-untyped-def]
+    loss, target, class_weight, mean_out, divisor_out, num_tokens, vocab_size, ignored,
+    HAS_WEIGHT: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
     """One program."""
+    b_loss = tl.zeros((SIZE,), dtype=tl.float32)
     b_sum = tl.zeros((SIZE,), dtype=tl.float32)
     b_count = tl.zeros((SIZE,), dtype=tl.int32)
     for first in range(0, num_tokens, SIZE):
@@ -170,9 +172,12 @@ def _weight_sum_kernel(  # type: ignore[no-untyped-def]
         b_target = tl.load(target + o, mask=m, other=0)
         m_active = m & (b_target != ignored)
         b_weight, _ = _class_weight(b_target, m_active, class_weight, vocab_size, HAS_WEIGHT)
+        b_loss += tl.load(loss + o, mask=m, other=0.0)
         b_sum += b_weight
         b_count += m_active.to(tl.int32)
-    tl.store(out, tl.where(tl.sum(b_count, 0) > 0, tl.sum(b_sum, 0), 1.0))
+    divisor = tl.where(tl.sum(b_count, 0) > 0, tl.sum(b_sum, 0), 1.0)
+    tl.store(mean_out, tl.div_rn(tl.sum(b_loss, 0), divisor))
+    tl.store(divisor_out, divisor)
 
 
 @triton.jit(do_not_specialize=_IDS)
@@ -294,14 +299,15 @@ def losses(rule: TokenRule, whole: Partials, target: Tensor, class_weight: Tenso
     return made
 
 
-def weight_sum(rule: TokenRule, target: Tensor, class_weight: Tensor | None) -> Tensor:
-    """``tokens.weight_sum``; its order of summation is its own."""
-    out = torch.empty((), dtype=torch.float32, device=target.device)
-    _weight_sum_kernel[(1,)](
-        target.contiguous(), _contiguous(class_weight), out, target.shape[0], rule.vocab_size, rule.ignored,
+def mean(rule: TokenRule, loss: Tensor, target: Tensor, class_weight: Tensor | None) -> tuple[Tensor, Tensor]:
+    """``tokens.mean``; its order of summation is its own."""
+    result, divisor = loss.new_empty(()), loss.new_empty(())
+    _mean_kernel[(1,)](
+        loss.contiguous(), target.contiguous(), _contiguous(class_weight), result, divisor,
+        target.shape[0], rule.vocab_size, rule.ignored,
         HAS_WEIGHT=class_weight is not None, SIZE=SUM_SIZE, num_warps=8,
     )  # fmt: skip
-    return out
+    return result, divisor
 
 
 def logit_gradient(

@@ -118,10 +118,12 @@ def losses(rule: TokenRule, whole: Partials, target: Tensor, class_weight: Tenso
     return Losses(spoil(rule, loss, labels), lse, log_sum)
 
 
-def weight_sum(rule: TokenRule, target: Tensor, class_weight: Tensor | None) -> Tensor:
-    """What the mean divides by, fp32 ``[]``: the sum of the labels' class weights, 1 where all tokens are ignored."""
+def mean(rule: TokenRule, loss: Tensor, target: Tensor, class_weight: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The mean loss and what it divides by, fp32 ``[]``: the sum of the labels' class weights, 1 where all tokens are
+    ignored."""
     labels = read_labels(rule, target, class_weight)
-    return torch.where(labels.active.any(), labels.weight.sum(), 1.0)
+    divisor = torch.where(labels.active.any(), labels.weight.sum(), 1.0)
+    return loss.sum() / divisor, divisor
 
 
 def logit_gradient(

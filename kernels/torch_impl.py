@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -58,8 +60,8 @@ class TorchImplementation:
     def losses(self, rule: TokenRule, whole: Partials, target: Tensor, class_weight: Tensor | None) -> Losses:
         return tokens.losses(rule, whole, target, class_weight)
 
-    def weight_sum(self, rule: TokenRule, target: Tensor, class_weight: Tensor | None) -> Tensor:
-        return tokens.weight_sum(rule, target, class_weight)
+    def mean(self, rule: TokenRule, loss: Tensor, target: Tensor, class_weight: Tensor | None) -> tuple[Tensor, Tensor]:
+        return tokens.mean(rule, loss, target, class_weight)
 
     def logit_gradient(
         self,
@@ -77,6 +79,9 @@ class TorchImplementation:
     ) -> sampling.AnchorRows:
         return sampling.anchor_rows(target, active, ids, reference_rows)
 
+    def target_place(self, rows: sampling.AnchorRows, target: Tensor) -> Tensor:
+        return rows.target_place(target)
+
     def gather_rows(self, matrix: Tensor, rows: Tensor) -> Tensor:
         return sampling.gather_rows(matrix, rows)
 
@@ -93,8 +98,18 @@ class TorchImplementation:
     def anchor(self, sums: Tensor, rows: sampling.AnchorRows) -> Tensor:
         return sampling.anchor(sums, rows)
 
-    def select(self, problem: LocalProblem, plan: SamplingPlan, *, stats: bool) -> tuple[Partials, Entries]:
-        return sampled_reference.select(problem, plan, stats=stats)
+    def select(
+        self,
+        problem: LocalProblem,
+        plan: SamplingPlan,
+        *,
+        stats: bool,
+        on_partials: Callable[[Partials], object] | None = None,
+    ) -> tuple[Partials, Entries]:
+        partials, entries = sampled_reference.select(problem, plan, stats=stats)
+        if on_partials is not None:
+            on_partials(partials)
+        return partials, entries
 
     def sampled_gradients(
         self,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -115,9 +117,9 @@ class TritonImplementation:
             return token_kernels.losses(rule, whole, target, class_weight)
 
     @torch.no_grad()
-    def weight_sum(self, rule: TokenRule, target: Tensor, class_weight: Tensor | None) -> Tensor:
+    def mean(self, rule: TokenRule, loss: Tensor, target: Tensor, class_weight: Tensor | None) -> tuple[Tensor, Tensor]:
         with on_device(target):
-            return token_kernels.weight_sum(rule, target, class_weight)
+            return token_kernels.mean(rule, loss, target, class_weight)
 
     @torch.no_grad()
     def logit_gradient(
@@ -138,6 +140,11 @@ class TritonImplementation:
     ) -> sampling.AnchorRows:
         with on_device(target):
             return anchor.anchor_rows(target, active, ids, reference_rows)
+
+    @torch.no_grad()
+    def target_place(self, rows: sampling.AnchorRows, target: Tensor) -> Tensor:
+        with on_device(target):
+            return anchor.target_place(rows, target)
 
     @torch.no_grad()
     def gather_rows(self, matrix: Tensor, rows: Tensor) -> Tensor:
@@ -166,13 +173,19 @@ class TritonImplementation:
 
     @torch.no_grad()
     def select(
-        self, problem: LocalProblem, plan: SamplingPlan, *, stats: bool
+        self,
+        problem: LocalProblem,
+        plan: SamplingPlan,
+        *,
+        stats: bool,
+        on_partials: Callable[[Partials], object] | None = None,
     ) -> tuple[Partials, select_entries.Selection]:
         _check(problem)
         with on_device(problem.input), without_autocast(problem.input.device.type):
             return select_entries.select(
-                problem, plan, stats=stats, allow_tma=self.allow_tma, specialise=self.specialise
-            )
+                problem, plan,
+                stats=stats, on_partials=on_partials, allow_tma=self.allow_tma, specialise=self.specialise,
+            )  # fmt: skip
 
     @torch.no_grad()
     def sampled_gradients(

@@ -89,8 +89,8 @@ MUTATIONS = (
     Mutation(
         "the mean divides by the tokens, not by their class weights",
         LOSS,
-        "weight_sum(call.rule, target, class_weight)",
-        "weight_sum(call.rule, target, None)",
+        "implementation.mean(call.rule, loss, target, class_weight)",
+        "implementation.mean(call.rule, loss, target, None)",
         ("test_loss.py::test_option_alone[class weights-1]",),
     ),
     Mutation(

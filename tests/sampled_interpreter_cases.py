@@ -571,6 +571,7 @@ def test_anchor_of_shared_rows() -> None:
         assert torch.equal(rows.ids, whole.ids)
         assert torch.equal(rows.place[stop - start :], torch.zeros(2, dtype=torch.int32))
         assert torch.equal(rows.target_place(problem.target), whole.target_place(problem.target))
+        assert torch.equal(anchor.target_place(rows, problem.target), whole.target_place(problem.target))
         local = (problem.target >= start) & (problem.target < stop)
         target = torch.where(local, problem.target - start, -1)
         mine = replace(problem, weight=problem.weight[start:stop], target=target)

@@ -50,8 +50,10 @@ def compare_token_kernels(num_tokens: int, device: str, **options: Any) -> None:
     twin = tokens.losses(rule, whole, target, class_weight)
     assert all(same(a, b) for a, b in zip(vars(ours).values(), vars(twin).values(), strict=True))
     for kept in (target, torch.full_like(target, rule.ignored)):
-        mean = token_kernels.weight_sum(rule, kept, class_weight)
-        torch.testing.assert_close(mean, tokens.weight_sum(rule, kept, class_weight))
+        mean, divisor = token_kernels.mean(rule, twin.loss, kept, class_weight)
+        right, right_divisor = tokens.mean(rule, twin.loss.double(), kept, class_weight)
+        torch.testing.assert_close(divisor, right_divisor)
+        torch.testing.assert_close(mean.double(), right, rtol=1e-5, atol=1e-6, equal_nan=True)
 
     strided, one = draw(num_tokens, 2)[:, 1], draw(1).expand(num_tokens)
     for u, h in ((draw(num_tokens), None), (None, strided), (one, draw(num_tokens))):
