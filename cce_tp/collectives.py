@@ -17,10 +17,11 @@ forward, T > 8            all-reduce MAX, all-reduce SUM                        
 backward                  1 all-reduce SUM                                        [N, D] in ``comm_dtype``
 ... hot rows shared out   the same                                                [H + N, D]
 backward, sequence par.   1 all-gather, 1 reduce-scatter (on gloo an all-reduce)  [N/T, D], [N, D]
+... hot rows shared out   and 1 all-reduce SUM                                    [H, D] in ``comm_dtype``
 ========================= ======================================================= =================================
 
 Hot rows (H of them, and S that are only looked at) are shared out by tokens in the sampled mode from 1,024 tokens a
-rank on, without sequence parallelism, a bias, a workspace or fp16: see ``shares_hot_rows``.
+rank on, without a bias, a workspace or fp16: see ``shares_hot_rows``.
 
 The sampled backward may reduce in pieces, one behind the other: together they have the shape that the table says, and
 they count as the one large collective that they make up (see ``Overlap``). Gathers and reductions of ``D`` numbers a

@@ -40,7 +40,7 @@ COUNT_TOKENS, IDS = 256, 1024
 """Tokens, and ids of the vocabulary, that a program takes when hot rows are chosen."""
 ROW_BLOCK = 1024
 NUM_SUMS = 5
-SUM_TOKENS, SUM_COLS, SUM_BLOCK, SUM_WARPS = 4, 128, 512, 2
+SUM_TOKENS, SUM_COLS, SUM_BLOCK, SUM_WARPS = 2, 128, 512, 1
 _SUM_COLS = 32 if INTERPRETED else SUM_COLS
 SUM_STAGES = tl.constexpr(3)
 ANCHOR_TOKENS = 128

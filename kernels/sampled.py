@@ -740,6 +740,8 @@ class _Backward:
                 # E is on its way: lists alone. A workspace has no room for these and the hot rows' products.
                 _ = transposition.place() if self.problem.workspace is None else transposition.columns()
             self.request.await_input()
+        if transposition is not None and self.shared is not None:  # memory is no concern then
+            transposition.place(aside=True)
         hot = self._hot_part() if self.plan.hot.numel() > 0 else None
         self.request.await_input()
         slot_grads = self.problem.input.new_empty(self.slots, dtype=torch.float32)

@@ -221,16 +221,36 @@ class Transposition:
         self._placed = lent
         self._bits: Tensor | None = None
         self._numbered = False
+        self._stream: torch.cuda.Stream | None = None
         self._columns: Columns | None = None
 
-    def place(self) -> Columns:
-        """Every slot is in its column, in the order of arrival. Not yet in ``slots``, which holds these numbers."""
+    def place(self, aside: bool = False) -> Columns:
+        """Every slot is in its column, in the order of arrival. Not yet in ``slots``, which holds these numbers.
+
+        Args:
+            aside: on a stream of its own, beside whatever is launched until the next step. Its programs are small and
+                short, and go first, or they would wait for a place behind all of a large kernel's.
+        """
         if self._columns is not None:
             return self._columns
-        selection, dtype, new = self._selection, slot_dtype(self._slots), self._target.new_empty
-        columns = Columns(new(self._num_rows + 1, dtype=dtype).zero_(), new(self._slots, dtype=dtype))
+        dtype, new = slot_dtype(self._slots), self._target.new_empty
+        columns = Columns(new(self._num_rows + 1, dtype=dtype), new(self._slots, dtype=dtype))
         placed = new(self._slots, dtype=dtype) if self._placed is None else self._placed
         bits = new(_bits_shape(len(self._target), self._slots), dtype=torch.int32)
+        self._columns, self._placed, self._bits = columns, placed, bits
+        if aside and self._target.is_cuda:
+            # What it touches is allocated on the current stream, and held until that has waited.
+            self._stream = torch.cuda.Stream(priority=-1)
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                self._place(columns, placed, bits)
+        else:
+            self._place(columns, placed, bits)
+        return columns
+
+    def _place(self, columns: Columns, placed: Tensor, bits: Tensor) -> None:
+        selection = self._selection
+        columns.starts.zero_()
         lists = (self._target, selection.cold, selection.rows, selection.found, self._active)
         sizes = {"SIZE": SLOTS_AT_ONCE, "num_warps": SLOT_WARPS}
         grid = (len(self._target),)
@@ -241,12 +261,13 @@ class Transposition:
             *lists, columns.starts, columns.slots, placed, bits, selection.budget, bits.shape[2], **sizes,
             **self._flags(bits),
         )  # fmt: skip
-        self._columns, self._placed, self._bits = columns, placed, bits
-        return columns
 
     def number(self) -> Columns:
         """Bits of long columns are summed."""
         columns = self.place()
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+            self._stream = None
         if self._bits is not None and not self._numbered:
             _, number, words = self._bits.shape
             if number > 0:

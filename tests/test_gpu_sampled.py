@@ -20,6 +20,7 @@ from sampled_problem import (
     compare_transposed,
     draw_targets,
     kept_entries,
+    random_lists,
     run_sampled,
 )
 from torch import Tensor
@@ -127,6 +128,22 @@ def test_transposition(tokens: int, num_rows: int, budget: int) -> None:
     """Columns that are never long, and such as are ordered by bits."""
     longest = compare_transposed(tokens, num_rows, budget, "cuda")
     assert (longest >= transpose.long_column(tokens)) == (tokens > 1000)
+
+
+def test_transposition_beside_other_work() -> None:
+    """On a stream of its own: what it reads was written just before, and what it writes is read just afterwards."""
+    selection, target, active = random_lists(5003, 333, 60, "cuda")
+    right = transpose.Transposition(selection, target, active, 333, None).columns()
+    number, busy = int(right.starts[-1]), torch.randn(2048, 2048, device="cuda")
+    for _ in range(5):
+        torch.cuda._sleep(2_000_000)
+        copied = replace(selection, rows=selection.rows.clone(), found=selection.found.clone())
+        steps = transpose.Transposition(copied, target.clone(), active.clone(), 333, None)
+        steps.place(aside=True)
+        busy @ busy
+        found = steps.columns()
+        assert torch.equal(found.starts, right.starts)
+        assert torch.equal(found.slots[:number], right.slots[:number])
 
 
 def test_long_columns() -> None:
