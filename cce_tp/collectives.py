@@ -12,7 +12,7 @@ forward, sequence par.    1 all-gather                                          
 forward, sampled          1 all-reduce SUM                                        [5, N] fp64
 ... hot rows shared out   and 1 all-reduce SUM                                    [H + S, D]
 forward, T <= 8           1 all-gather                                            [k, N] fp32 a rank
-forward, T > 8            all-reduce MAX, all-reduce SUM                          [N], [3 or more, N] fp32
+forward, T > 8, exact     all-reduce MAX, all-reduce SUM                          [N], [3 or more, N] fp32
 ... with statistics       and 1 all-reduce MIN                                    [N] int64
 backward                  1 all-reduce SUM                                        [N, D] in ``comm_dtype``
 ... hot rows shared out   the same                                                [H + N, D]
@@ -21,7 +21,8 @@ backward, sequence par.   1 all-gather, 1 reduce-scatter (on gloo an all-reduce)
 ========================= ======================================================= =================================
 
 Hot rows (H of them, and S that are only looked at) are shared out by tokens in the sampled mode from 1,024 tokens a
-rank on, without a bias, a workspace or fp16: see ``shares_hot_rows``.
+rank on, without a bias, a workspace or fp16: see ``shares_hot_rows``. In the modes with more than one small collective
+even more than 8 ranks gather, so that the forward pass has three at most.
 
 The sampled backward may reduce in pieces, one behind the other: together they have the shape that the table says, and
 they count as the one large collective that they make up (see ``Overlap``). Gathers and reductions of ``D`` numbers a
@@ -264,6 +265,7 @@ class Combination:
     Args:
         smoothing_mass: this rank's ``sum_v c_v``, fp32 ``[]``; None without label smoothing.
         join: folds what was gathered, as ``kernels.fold.join``.
+        gather: also from many ranks, since there are other small collectives beside this one.
     """
 
     def __init__(
@@ -273,6 +275,7 @@ class Combination:
         shard: VocabShard,
         group: TensorParallelGroup,
         join: Callable[[Tensor, Packing], Partials] = join,
+        gather: bool = False,
     ) -> None:
         self._result = partials
         self._gathering: Gathering | None = None
@@ -285,7 +288,7 @@ class Combination:
             whole=_mark(shard.vocab_size) - _mark(0),
         )
         link = _mark(shard.stop) - _mark(shard.start)
-        if group.size <= GATHER_UP_TO:
+        if gather or group.size <= GATHER_UP_TO:
             self._gathering = Gathering(self._packing.pack(partials, link, smoothing_mass), group, COMBINING)
         else:
             self._result = _combine_by_reduction(partials, smoothing_mass, link, self._packing.whole, group)

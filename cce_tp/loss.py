@@ -32,6 +32,7 @@ from .kernels.interface import (
     LocalImplementation,
     LocalProblem,
     Partials,
+    Peaks,
     SamplingPlan,
     Selection,
     TileMap,
@@ -125,6 +126,32 @@ class _Call:
         )
 
 
+@dataclass(frozen=True)
+class _Inputs:
+    """What the forward pass of one call works on; ``local`` are the targets' rows here, negative for another rank's."""
+
+    call: _Call
+    local_input: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    target: Tensor
+    local: Tensor
+    active: Tensor
+    smoothing_weight: Tensor | None
+
+    def problem(self, tokens: Tensor, first: int = 0) -> LocalProblem:
+        """Of tokens that begin at number ``first``."""
+        local = self.local[first : first + len(tokens)]
+        return self.call.problem(tokens, self.weight, self.bias, local, self.smoothing_weight)
+
+    def combine(self, partials: Partials) -> Combination:
+        """Begin to make the whole vocabulary's partials of the ranks'."""
+        call = self.call
+        mass = None if self.smoothing_weight is None else self.smoothing_weight.sum()
+        ours, others = call.with_global_argmax(partials), call.samples or call.filters
+        return Combination(ours, mass, call.shard, call.group, call.implementation.join, gather=others)
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     """Hidden states and a vocabulary shard to per-token losses; no reduction."""
 
@@ -140,47 +167,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         with without_autocast(local_input.device.type):
             options = call.options
-            shares = ctx.needs_input_grad[0] and _shares_rows(call, weight, len(target))
             # Whatever needs no other rank's tokens goes on while they travel. Hot rows that are shared travel first.
-            if not shares:
-                gathering = call.gather(local_input)
+            shares = ctx.needs_input_grad[0] and _shares_rows(call, weight, len(target))
+            gathering = None if shares else call.gather(local_input)
             local, active = call.implementation.local_labels(call.rule, target)
             smoothing_weight = call.smoothing_weight(class_weight, weight.device)
-
-            def problem_of(tokens: Tensor, first: int = 0) -> LocalProblem:
-                return call.problem(tokens, weight, bias, local[first : first + len(tokens)], smoothing_weight)
-
+            inputs = _Inputs(call, local_input, weight, bias, target, local, active, smoothing_weight)
             ctx.plan = ctx.selection = None
-            if call.samples or call.filters:
-                rows = _anchor_rows(call, target, active)
-                shared = None
-                if shares:
-                    shared = _share_rows(call, weight, rows, len(target))
-                    gathering = call.gather(local_input)
-                if call.samples:
-                    seed, shared_hot = _seed(call, weight.device), _shared_hot(call, rows, shared, target)
-                anchor = _anchor(call, gathering, problem_of, rows, shared)
-            else:
-                partials = _partials(call, gathering, problem_of)
-            problem = problem_of(gathering.tokens())
-            mass = None if smoothing_weight is None else smoothing_weight.sum()
-            combine = partial(_combination, call, mass)
             if call.samples:
-                ctx.plan = _plan_sampling(call, rows, anchor, active, seed, shared_hot)
-                begun: list[Combination] = []
-                _, ctx.selection = call.implementation.select(
-                    problem, ctx.plan, stats=options.return_stats, on_partials=lambda p: begun.append(combine(p))
-                )
-                whole = begun[0].result()
+                whole, ctx.plan, ctx.selection = _sampled_pass(inputs, gathering)
             elif call.filters:
-                ctx.plan = _plan_filter(call, problem.num_rows, anchor, active)
-                partials, peaks = call.implementation.screen(problem, ctx.plan, stats=options.return_stats)
-                whole = combine(partials).result()
+                whole, ctx.plan, problem, peaks = _filtered_pass(inputs, gathering or call.gather(local_input))
             else:
-                whole = combine(partials).result()
-
-            if ctx.plan is not None and call.samples and ctx.plan.shared is not None:
-                ctx.plan = replace(ctx.plan, shared=replace(ctx.plan.shared, target_logit=whole.target_logit))
+                partials = _partials(inputs, gathering or call.gather(local_input))
+                whole = inputs.combine(partials).result()
             made = call.implementation.losses(call.rule, whole, target, class_weight)
             if call.filters:
                 ctx.selection = filtering.tile_map(ctx.plan, problem, peaks, made.lse)
@@ -190,7 +190,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(local_input, weight, bias, target, class_weight, whole.max, made.log_sum)
         if not options.return_stats:
             return made.loss, made.lse, None, None, None, None
-        stats = (*_detached_stats(call.rule, whole, made.log_sum, target), _keep_rate(ctx.selection, problem))
+        stats = (*_detached_stats(call.rule, whole, made.log_sum, target), _keep_rate(ctx.selection, inputs))
         ctx.mark_non_differentiable(*stats)
         return made.loss, made.lse, *stats
 
@@ -221,11 +221,6 @@ class _Mean(torch.autograd.Function):
         return (upstream[0] / divisor).expand(ctx.shape), None, None, None
 
 
-def _combination(call: _Call, smoothing_mass: Tensor | None, partials: Partials) -> Combination:
-    ours = call.with_global_argmax(partials)
-    return Combination(ours, smoothing_mass, call.shard, call.group, call.implementation.join)
-
-
 def _detached_stats(rule: TokenRule, whole: Partials, log_sum: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """``target_logprob``, ``correct``, ``entropy``."""
     assert whole.entropy is not None
@@ -236,34 +231,67 @@ def _detached_stats(rule: TokenRule, whole: Partials, log_sum: Tensor, target: T
     return logprob, (whole.argmax == target) & ~nowhere, entropy
 
 
-def _own_tokens_first(
-    gathering: Gathering,
-    rank: int,
-    work: Callable[[LocalProblem, bool], _T],
-    problem_of: Callable[[Tensor, int], LocalProblem],
-) -> list[_T]:
+def _sampled_pass(inputs: _Inputs, gathering: Gathering | None) -> tuple[Partials, SamplingPlan, Selection]:
+    """The partials of the whole vocabulary, and what the backward pass is to know of the sample.
+
+    Args:
+        gathering: the tokens on their way; None where the ranks share out the hot rows, which go first.
+    """
+    call, target = inputs.call, inputs.target
+    rows = _anchor_rows(inputs)
+    shared = None
+    if gathering is None:
+        shared = _share_rows(inputs, rows)
+        gathering = call.gather(inputs.local_input)
+    seed, shared_hot = _seed(call, target.device), _shared_hot(call, rows, shared, target)
+    anchor = _anchor(inputs, gathering, rows, shared)
+    plan = _plan_sampling(call, rows, anchor, inputs.active, seed, shared_hot)
+    begun: list[Combination] = []
+    _, selection = call.implementation.select(
+        inputs.problem(gathering.tokens()),
+        plan,
+        stats=call.options.return_stats,
+        on_partials=lambda partials: begun.append(inputs.combine(partials)),
+    )
+    whole = begun[0].result()
+    if shared_hot is not None:
+        plan = replace(plan, shared=replace(shared_hot, target_logit=whole.target_logit))
+    return whole, plan, selection
+
+
+def _filtered_pass(inputs: _Inputs, gathering: Gathering) -> tuple[Partials, FilterPlan, LocalProblem, Peaks]:
+    """The partials of the whole vocabulary, and what says which tiles the backward pass works on."""
+    call = inputs.call
+    anchor = _anchor(inputs, gathering, _anchor_rows(inputs), None)
+    problem = inputs.problem(gathering.tokens())
+    plan = _plan_filter(call, problem.num_rows, anchor, inputs.active)
+    partials, peaks = call.implementation.screen(problem, plan, stats=call.options.return_stats)
+    return inputs.combine(partials).result(), plan, problem, peaks
+
+
+def _own_tokens_first(inputs: _Inputs, gathering: Gathering, work: Callable[[LocalProblem, bool], _T]) -> list[_T]:
     """Work on this rank's own tokens, and on the others' when they are here; the results in the tokens' order.
 
     Args:
         work: is told whether these are the rank's own.
     """
     length = len(gathering.local)
-    start = rank * length
-    results = [work(problem_of(gathering.local, start), True)]
+    start = inputs.call.group.rank * length
+    results = [work(inputs.problem(gathering.local, start), True)]
     tokens = gathering.tokens()
     if start > 0:
-        results.insert(0, work(problem_of(tokens[:start], 0), False))
+        results.insert(0, work(inputs.problem(tokens[:start], 0), False))
     if start + length < len(tokens):
-        results.append(work(problem_of(tokens[start + length :], start + length), False))
+        results.append(work(inputs.problem(tokens[start + length :], start + length), False))
     return results
 
 
-def _partials(call: _Call, gathering: Gathering, problem_of: Callable[..., LocalProblem]) -> Partials:
+def _partials(inputs: _Inputs, gathering: Gathering) -> Partials:
     """The exact mode's; the same bits either way."""
-    work = partial(call.implementation.partials, stats=call.options.return_stats)
+    work = partial(inputs.call.implementation.partials, stats=inputs.call.options.return_stats)
     if not collectives.own_tokens_first(gathering, anchor=False):
-        return work(problem_of(gathering.tokens()))
-    parts = _own_tokens_first(gathering, call.group.rank, lambda problem, _: work(problem), problem_of)
+        return work(inputs.problem(gathering.tokens()))
+    parts = _own_tokens_first(inputs, gathering, lambda problem, _: work(problem))
     columns = {field.name: [getattr(part, field.name) for part in parts] for field in fields(Partials)}
     joined: dict[str, Any] = {
         name: None if values[0] is None else torch.cat(values) for name, values in columns.items()
@@ -271,12 +299,13 @@ def _partials(call: _Call, gathering: Gathering, problem_of: Callable[..., Local
     return Partials(**joined)
 
 
-def _anchor_rows(call: _Call, target: Tensor, active: Tensor) -> sampling.AnchorRows:
+def _anchor_rows(inputs: _Inputs) -> sampling.AnchorRows:
     """The rows of the classifier that a guess of the LSE comes from."""
+    call = inputs.call
     mode, shard = call.options.mode, call.shard
     number = mode.reference_rows if isinstance(mode, Sampled) else filtering.REFERENCE_ROWS
     ids = sampling.RowIds(shard.vocab_size, shard.start, shard.num_real, call.softmax_rows)
-    return call.implementation.anchor_rows(target, active, ids, number)
+    return call.implementation.anchor_rows(inputs.target, inputs.active, ids, number)
 
 
 def _shares_rows(call: _Call, weight: Tensor, num_tokens: int) -> bool:
@@ -285,11 +314,12 @@ def _shares_rows(call: _Call, weight: Tensor, num_tokens: int) -> bool:
     return plain and collectives.shares_hot_rows(num_tokens, call.group)
 
 
-def _share_rows(call: _Call, weight: Tensor, rows: sampling.AnchorRows, num_tokens: int) -> sampling.SharedRows:
+def _share_rows(inputs: _Inputs, rows: sampling.AnchorRows) -> sampling.SharedRows:
     """The rows that the anchor looks at on every rank. One collective, perhaps still under way."""
+    call, weight = inputs.call, inputs.weight
     ours = call.implementation.gather_rows(weight[: call.softmax_rows], rows.rows)
     pending = collectives.begin_sum(ours, call.group, "gathering the hot rows")  # all other ranks' parts are 0
-    first, last = collectives.share_of(num_tokens, call.group)
+    first, last = collectives.share_of(len(inputs.target), call.group)
     kept = call.implementation.hot_exponentials(weight, last - first, rows.num_hot, call.options.softcap)
     return sampling.SharedRows(ours, first, last, pending.wait, kept)
 
@@ -307,13 +337,10 @@ def _shared_hot(
 
 
 def _anchor(
-    call: _Call,
-    gathering: Gathering,
-    problem_of: Callable[..., LocalProblem],
-    rows: sampling.AnchorRows,
-    shared: sampling.SharedRows | None,
+    inputs: _Inputs, gathering: Gathering, rows: sampling.AnchorRows, shared: sampling.SharedRows | None
 ) -> Tensor:
     """A guess of the LSE, fp32 ``[N]``. One small collective."""
+    call = inputs.call
     apart = gathering.under_way and shared is not None
 
     def work(problem: LocalProblem, own: bool = True) -> Tensor:
@@ -323,9 +350,9 @@ def _anchor(
         return call.implementation.anchor_sums(problem, rows, part)
 
     if apart or collectives.own_tokens_first(gathering, anchor=True):
-        sums = torch.cat(_own_tokens_first(gathering, call.group.rank, work, problem_of), dim=1)
+        sums = torch.cat(_own_tokens_first(inputs, gathering, work), dim=1)
     else:
-        sums = work(problem_of(gathering.tokens()))
+        sums = work(inputs.problem(gathering.tokens()))
     return call.implementation.anchor(collectives.sum_small(sums, call.group, "summing the anchor"), rows)
 
 
@@ -378,11 +405,11 @@ def _plan_filter(call: _Call, num_rows: int, anchor: Tensor, active: Tensor) -> 
     )
 
 
-def _keep_rate(selection: Selection | TileMap | None, problem: LocalProblem) -> Tensor:
+def _keep_rate(selection: Selection | TileMap | None, inputs: _Inputs) -> Tensor:
     """fp32 ``[]``; no synchronisation."""
     if selection is None:
-        return torch.ones((), device=problem.input.device)
-    return selection.kept.float() / max(1, problem.num_tokens * problem.num_rows)
+        return torch.ones((), device=inputs.target.device)
+    return selection.kept.float() / max(1, len(inputs.target) * inputs.call.softmax_rows)
 
 
 def _gradients(ctx: Any, u: Tensor | None, h: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

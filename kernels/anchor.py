@@ -6,7 +6,8 @@
 2. Rows that are looked at are gathered, and multiplied with the tokens, as many at a time as leave the products, in
    fp32, small. Rows of one rank are neighbours in the list, so tiles that are another rank's cost nothing.
 3. Four sums a token are taken over its products, and its target's exponential, where that is not hot, is another: one
-   more dot product.
+   more dot product. Where the ranks share out the hot rows by tokens, these exponentials are kept for the backward
+   pass, which needs no product then.
 
 See ``sampling``, the same in plain PyTorch, for what is chosen and summed.
 

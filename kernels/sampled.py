@@ -2,15 +2,16 @@
 
 1. *Hot rows*, a small exact backward: their rows of C are gathered, G over them is one tile product, and two library
    products make their part of grad E (in the result, rounded there) and of grad C (fp32). Where the ranks share them
-   out, each does so for its tokens, and their part of grad C is handed on in front of grad E, to be summed with it.
+   out, each does so for its tokens: their part of grad C is handed on in front of grad E, to be summed with it, or
+   alone. If the anchor kept their exponentials, G is made of these without a product.
 2. *grad E*, one program a token, long lists first: it walks the token's list a few entries at a time. Gathering row v
    of C once gives the logit (an fp32 dot product with the token's row of E), hence the weight, and then adds
    ``weight * C_v`` in registers. The target's own entry, unless hot, comes last and is exact. Tokens are taken piece by
    piece where pieces are asked for, in the pieces' order, which is also that of the result's rows. Weights are kept,
    one a slot, for
-3. *grad C*: the entries are sorted by row (``transpose``); a list on the way lies in the memory of grad C, unless that
-   is added to. Then rows of grad C are summed and written once (``column_sums``), and those that do not occur are set
-   to 0; with ``accumulate``, they are not touched.
+3. *grad C*: the entries are sorted by row (``transpose``), in steps between and beside the others; a list on the way
+   lies in the memory of grad C, unless that is added to. Then rows of grad C are summed and written once
+   (``column_sums``), and those that do not occur are set to 0; with ``accumulate``, they are not touched.
 4. Label smoothing, which without a softcap is a product of two vectors, is added where 2 and 3 write.
 
 Numerics:

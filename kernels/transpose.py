@@ -7,7 +7,8 @@
    the square of the tokens. There each token sets its bit, since it has a row once at most, and a rank is a number of
    bits.
 
-Everything is made of integers, so the result is the same whatever the atomics did.
+Everything is made of integers, so the result is the same whatever the atomics did. The steps' kernels are short, and
+are also what a caller has to put between long ones, or beside them.
 """
 
 from __future__ import annotations

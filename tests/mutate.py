@@ -279,7 +279,7 @@ MUTATIONS = (
         "a shard filters by its own log-sum-exp",
         LOSS,
         "filtering.tile_map(ctx.plan, problem, peaks, made.lse)",
-        "filtering.tile_map(ctx.plan, problem, peaks, partials.max + partials.sum_exp.log())",
+        "filtering.tile_map(ctx.plan, problem, peaks, (problem.input @ problem.weight.T).logsumexp(1))",
         ("test_filtered.py::test_b32_tiles_of_targets_only[True-2]",),
     ),
     Mutation(

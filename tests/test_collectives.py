@@ -78,6 +78,24 @@ def test_large_group(pool: Pool, stats: bool) -> None:
     assert [numel(shape) for _, shape, _ in second] == ([N, 4 * N, N, N * D] if stats else [N, 3 * N, N * D])
 
 
+@pytest.mark.parametrize("hot_tokens", [None, 1])
+@pytest.mark.parametrize("gather_up_to", [8, 1])
+@pytest.mark.parametrize("stats", [False, True])
+def test_at_most_three_small_ones(pool: Pool, stats: bool, gather_up_to: int, hot_tokens: int | None) -> None:
+    """In the sampled mode's forward pass, however many ranks there are; and one large one backward."""
+    (seen, *_) = pool.run(4, _sampled_calls, stats, gather_up_to, hot_tokens, fresh=True)
+    sizes = [numel(s.shape) for s in seen]
+    rows = 4 + min(sampling.COLD_ROWS, 37)
+    numbers = 6 if stats else 4
+    shared = [rows * D, 5 * N, numbers * N, (4 + N) * D]
+    assert sizes == (shared if hot_tokens else [5 * N, numbers * N, N * D])
+
+
+def _sampled_calls(rank: Rank, stats: bool, gather_up_to: int, hot_tokens: int | None) -> list[Collective]:
+    with library_collectives.overlap(Overlap(hot_tokens=hot_tokens)):
+        return _calls(rank, PLAIN, {"backward": SAMPLED, "return_stats": stats}, gather_up_to)[1]
+
+
 @pytest.mark.parametrize("tp", [2, 4])
 def test_sequence_parallel(pool: Pool, tp: int) -> None:
     """The input is gathered in both passes; gloo reduces and slices, where NCCL has a reduce-scatter."""
