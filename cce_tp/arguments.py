@@ -128,6 +128,7 @@ class Arguments:
             "the dtype": str(self.input.dtype),
             "whether input requires grad": self.input.requires_grad and torch.is_grad_enabled(),
             "whether weight (class weights) is given": self.class_weight is not None,
+            "whether linear_bias is given": self.bias is not None,
         }
 
     def flattened(self) -> tuple[Tensor, Tensor]:

@@ -35,7 +35,7 @@ ends the process with a message of its own, unless ``TORCH_NCCL_BLOCKING_WAIT=1`
 
 A group of one rank, or ``group=None``, communicates nothing. gloo sums bf16 and fp16 in fp32. The backward reductions
 happen only if the input requires a gradient. A key is (group, V, D, dtype, options, whether the input requires a
-gradient): nothing in it may differ between ranks.
+gradient, whether there is a bias): nothing in it may differ between ranks.
 
 Both ways of combining do the same arithmetic. Gathered pieces are folded locally in rank order, so every rank gets the
 same bits by construction; the reductions rely on the backend delivering the same bits everywhere, as NCCL and gloo do.

@@ -319,7 +319,8 @@ class LossOptions:
         )
         by_name = {name: getattr(self, name) for name in names}
         mode = self.mode.agreed() if isinstance(self.mode, Filtered) else repr(self.mode)
-        return {**by_name, "backward": mode, "comm_dtype": str(self.comm_dtype)}
+        whether = {"whether workspace is given": self.workspace is not None} if isinstance(self.mode, Sampled) else {}
+        return {**by_name, **whether, "backward": mode, "comm_dtype": str(self.comm_dtype)}
 
     def structure(self) -> tuple[object, ...]:
         """The part of ``agreed`` that decides which collectives a call issues; values that may follow a schedule, such
@@ -333,4 +334,6 @@ class LossOptions:
             self.validate,
             type(self.mode).__name__,
             str(self.comm_dtype),
+            # What the sampled mode does with hot rows, and how many there are.
+            *((self.mode.reference_rows, self.workspace is None) if isinstance(self.mode, Sampled) else ()),
         )

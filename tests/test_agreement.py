@@ -90,6 +90,7 @@ def _one_rank_differs(rank: Rank, changes: dict[str, Any]) -> None:
         ({"validate": True}, "validate"),
         ({"class weights": True}, "class weights"),
         ({"linear_bias": [1.0]}, "linear_bias"),
+        ({"linear_bias": torch.zeros(16)}, "whether linear_bias is given"),
         ({"ignore_index": 2**70}, "ignore_index"),
         ({"logit_scale": 2.0}, "logit_scale"),
         ({"backward": cce_tp.Filtered()}, "backward"),
@@ -99,6 +100,34 @@ def _one_rank_differs(rank: Rank, changes: dict[str, Any]) -> None:
 def test_one_rank_that_differs_is_an_error_on_every_rank(pool: Pool, changes: dict[str, Any], word: str) -> None:
     errors = pool.errors(2, _one_rank_differs, changes, fresh=True)
     assert all(error is not None and word in error.message for error in errors), errors
+
+
+def _hot_rows_differ(rank: Rank) -> None:
+    torch.manual_seed(0)
+    mode = cce_tp.Sampled(seed=1, reference_rows=4 + rank.index)
+    hidden, weight = torch.randn(8, 4, requires_grad=True), torch.randn(16, 4) + rank.index
+    with library_collectives.overlap(library_collectives.Overlap(hot_tokens=1)):
+        cce_tp.linear_cross_entropy(hidden, weight, torch.arange(8), group=rank.group, backward=mode)
+
+
+@pytest.mark.distributed
+def test_ranks_that_share_hot_rows_agree_on_their_number(pool: Pool) -> None:
+    errors = pool.errors(2, _hot_rows_differ, fresh=True)
+    assert all(error is not None and "reference_rows=4" in error.message for error in errors), errors
+
+
+def test_what_decides_whether_hot_rows_are_shared_is_agreed_upon() -> None:
+    """It decides the collectives: another number of hot rows, and a workspace or none."""
+    options = cce_tp.options.LossOptions(backward=cce_tp.Sampled())
+    others = [
+        cce_tp.options.LossOptions(backward=cce_tp.Sampled(reference_rows=7)),
+        cce_tp.options.LossOptions(backward=cce_tp.Sampled(), workspace=2**24),
+    ]
+    for other in others:
+        assert other.structure() != options.structure()
+        assert other.agreed() != options.agreed()
+    exact = [cce_tp.options.LossOptions(workspace=workspace) for workspace in (None, 2**24)]
+    assert exact[0].structure() == exact[1].structure()
 
 
 def _scheduled(rank: Rank) -> list[int]:
