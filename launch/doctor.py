@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import cce_tp
+from cce_tp.collectives import Overlap, overlap
 from cce_tp.kernels.select import choose
 
 from .console import (
@@ -84,12 +85,14 @@ class Case:
         options: keywords of the loss.
         sequence_parallel: the input is sharded over the group as well.
         uneven: the first rank has a third of a share fewer rows, the last one more.
+        overlap: how the sampled mode communicates, if not as usual.
     """
 
     name: str
     options: dict[str, Any]
     sequence_parallel: bool = False
     uneven: bool = False
+    overlap: Overlap | None = None
 
 
 # Rows beyond the hot ones have to be left for chance, or the sampled check would check the exact mode. Lists are not to
@@ -97,6 +100,8 @@ class Case:
 SAMPLED = cce_tp.Sampled(eps=2.0**-6, seed=7, reference_rows=16, entries_per_token=2**16)
 # The same for the filter, whose tiles differ where shards do: it is to leave out nothing.
 FILTERED = cce_tp.Filtered(eps=1e-30)
+# As with a real batch: the ranks share out the hot rows, and the gradient of E is reduced in pieces.
+MANY_TOKENS = Overlap(least_bytes=0, hot_tokens=1)
 CASES = (
     Case("exact", {}),
     Case("exact, uneven shards", {}, uneven=True),
@@ -106,6 +111,8 @@ CASES = (
     Case("sequence parallel", {}, sequence_parallel=True),
     Case("sampled", {"backward": SAMPLED}),
     Case("sampled, sequence parallel", {"backward": SAMPLED}, sequence_parallel=True, uneven=True),
+    Case("sampled, hot rows shared", {"backward": SAMPLED}, uneven=True, overlap=MANY_TOKENS),
+    Case("sampled, both", {"backward": SAMPLED}, sequence_parallel=True, overlap=MANY_TOKENS),
     Case("filtered", {"backward": FILTERED}, uneven=True),
     Case("filtered, sequence parallel", {"backward": FILTERED}, sequence_parallel=True),
 )
@@ -199,7 +206,8 @@ def check(case: Case, inputs: tuple[Tensor, Tensor, Tensor], place: Place, imple
     """Compare one kind of call with a single shard's."""
     e, c, _ = inputs
     alone = compute(case, inputs, Place(0, 1, None, place.device), implementation)
-    ours = compute(case, inputs, place, implementation)
+    with overlap(case.overlap or Overlap()):
+        ours = compute(case, inputs, place, implementation)
     limit = GRADIENT_LIMITS[e.dtype]
     input_right, weight_right = alone.input_grad, alone.weight_grad
     if place.size > 1:
