@@ -29,6 +29,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
@@ -647,6 +648,23 @@ def sampled_gradients(
 
 
 @dataclass(frozen=True)
+class _HotRows:
+    """The hot rows, and the tokens from ``first`` to ``last`` that this rank multiplies them with.
+
+    ``ids`` are negative where a row is missing. ``place`` says for a row that is a ``target`` what number it has among
+    them, from 1.
+    """
+
+    weight: Tensor
+    ids: Tensor
+    place: Tensor
+    target: Tensor
+    input: Tensor
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
 class _HotPart:
     """The hot rows' share of the gradients: fp32, or where it comes from the other ranks too, in what they send."""
 
@@ -775,83 +793,97 @@ class _Backward:
 
     # -- hot rows
 
-    def _hot_part(self) -> _HotPart:
-        problem, shared, hot = self.problem, self.shared, self.plan.hot
-        num_hot, hidden = hot.shape[0], problem.hidden_size
-        first, last, place, target = 0, problem.num_tokens, self.plan.hot_place, self.target
+    def _hot_rows(self) -> _HotRows:
+        shared, num_tokens = self.shared, self.problem.num_tokens
         if shared is None:
-            weight = gather_rows(problem.weight, hot)
-        else:  # whose target that is, doesn't matter
-            weight, hot, place = shared.weight, shared.ids, shared.target_place
-            first, last = shared.first, shared.last
-            target = torch.arange(first, last, device=hot.device)
-        hot_problem = replace(
-            problem, input=self._own_input(first, last), weight=weight, target=target, smoothing_weight=None
+            weight = gather_rows(self.problem.weight, self.plan.hot)
+            return _HotRows(weight, self.plan.hot, self.plan.hot_place, self.target, self.problem.input, 0, num_tokens)
+        # Whose target that is doesn't matter: a token's number stands for it.
+        numbers = torch.arange(shared.first, shared.last, device=shared.ids.device)
+        own = self.request.own_input
+        own = self.problem.input[shared.first : shared.last] if own is None else own
+        return _HotRows(shared.weight, shared.ids, shared.target_place, numbers, own, shared.first, shared.last)
+
+    def _hot_part(self) -> _HotPart:
+        hot, num_hot = self._hot_rows(), self.plan.hot.shape[0]
+        new = hot.weight.new_empty
+        operands = LogitOperands.prepare(
+            replace(self.problem, input=hot.input, weight=hot.weight, target=hot.target, smoothing_weight=None),
+            allow_tma=self.allow_tma,
         )
-        operands = LogitOperands.prepare(hot_problem, allow_tma=self.allow_tma)
+        tile, chunk = operands.tile, self._hot_tokens(operands)
+        at_once = hot.first < hot.last <= hot.first + chunk
+        row_tiles = cdiv(chunk, tile.rows)
+        logit_grads = new((row_tiles * tile.rows, cdiv(num_hot, tile.cols) * tile.cols))
+        sent = self._hot_rows_sent(num_hot)
         weight_grad = bias_grad = bias_partials = None
-        tile_rows = operands.tile.rows
-        chunk = self._hot_tokens(operands)
-        sent = None
-        if shared is not None and self.input_grad is not None:
-            sent = self.input_grad[:num_hot] if self.ahead else self.input_grad.new_empty(num_hot, hidden)
-        if self.request.weight is not None:
-            at_once = sent is not None and first < last <= first + chunk  # no sum of roundings
-            weight_grad = sent if at_once else weight.new_empty((num_hot, hidden), dtype=torch.float32)
-        row_tiles = cdiv(chunk, tile_rows)
-        logit_grads = weight.new_empty((row_tiles * tile_rows, cdiv(num_hot, operands.tile.cols) * operands.tile.cols))
+        if self.request.weight is not None:  # no sum of roundings
+            weight_grad = sent if at_once and sent is not None else new(hot.weight.shape, dtype=torch.float32)
         if self.request.bias:
-            bias_grad = weight.new_zeros(num_hot, dtype=torch.float32)
-            bias_partials = weight.new_empty((row_tiles, num_hot), dtype=torch.float32)
-        for start in range(first, last, chunk):
-            stop = min(start + chunk, last)
-            part, g = operands.tokens(start - first, stop - first), logit_grads[: stop - start, :num_hot]
-            copy = None
-            if weight_grad is not None:
-                copy = self._room_for_copy(part.input, start, whole=chunk >= last - first)
-            if shared is not None and shared.exponentials is not None:
-                self._hot_logit_grads_from(shared, shared.exponentials, g, start, part.input, copy)
-            else:
-                if copy is not None:
-                    select_tokens(part.input, self.active[start:stop], copy)
-                _hot_logit_grad_kernel[part.grid()](
-                    *part.handles(), part.bias, part.target, hot, place,
-                    self.max[start:stop], self.log_sum[start:stop], self.prob[start:stop],
-                    self.target_factor[start:stop], self.active[start:stop], self.factor, logit_grads, bias_partials,
-                    logit_grads.stride(0), *part.sizes(), part.scale, part.softcap or 1.0,
-                    HAS_FACTOR=self.factor is not None, BIAS_GRAD=bias_partials is not None, **part.flags(),
-                )  # fmt: skip
+            bias_grad = new(num_hot, dtype=torch.float32).zero_()
+            bias_partials = new((row_tiles, num_hot), dtype=torch.float32)
+        ways: dict[str, Any] = {"factor": self.inverse_factor, "library": self.library}
+        for start in range(hot.first, hot.last, chunk):
+            stop = min(start + chunk, hot.last)
+            part, g = operands.tokens(start - hot.first, stop - hot.first), logit_grads[: stop - start, :num_hot]
+            copy = None if weight_grad is None else self._room_for_copy(part.input, start, whole=at_once)
+            self._hot_logit_grads(hot, part, start, logit_grads, bias_partials, copy)
             if bias_grad is not None and bias_partials is not None:
-                bias_grad += bias_partials[: cdiv(stop - start, tile_rows)].sum(0)
+                bias_grad += bias_partials[: cdiv(stop - start, tile.rows)].sum(0)
             if weight_grad is not None and copy is not None:
-                product(
-                    weight_grad, g.T, copy,
-                    accumulate=start > first, factor=self.inverse_factor, library=self.library,
-                )  # fmt: skip
+                product(weight_grad, g.T, copy, accumulate=start > hot.first, **ways)
             if self.input_grad is not None:
                 for low, high, row in self._rows_of(start, stop):
                     out, part_g = self.input_grad[row : row + high - low], g[low - start : high - start]
-                    product(out, part_g, weight, accumulate=False, factor=self.inverse_factor, library=self.library)
+                    product(out, part_g, hot.weight, accumulate=False, **ways)
         if sent is not None and weight_grad is not sent:
-            weight_grad = sent.zero_() if weight_grad is None or first == last else sent.copy_(weight_grad)
+            if weight_grad is None or hot.first == hot.last:
+                sent.zero_()
+            else:
+                sent.copy_(weight_grad)
+            weight_grad = sent
         if sent is not None and self.request.hot_start is not None:
             self.request.hot_start(sent)
         return _HotPart(weight_grad, bias_grad)
 
-    def _own_input(self, first: int, last: int) -> Tensor:
-        """The tokens that the hot rows are multiplied with, which may be here before the others are."""
-        own = self.request.own_input
-        return self.problem.input[first:last] if own is None else own
+    def _hot_rows_sent(self, num_hot: int) -> Tensor | None:
+        """Where their gradients go if they are the ranks' sum: in front of grad E, or alone."""
+        if self.shared is None or self.input_grad is None:
+            return None
+        return self.input_grad[:num_hot] if self.ahead else self.input_grad.new_empty(num_hot, self.input_grad.shape[1])
+
+    def _hot_logit_grads(
+        self,
+        hot: _HotRows,
+        part: LogitOperands,
+        start: int,
+        out: Tensor,
+        bias_partials: Tensor | None,
+        copy: Tensor | None,
+    ) -> None:
+        """G of some tokens, the first of which is number ``start``; and into ``copy`` their rows of E."""
+        if self.shared is not None and self.shared.exponentials is not None:
+            self._hot_logit_grads_from(self.shared, self.shared.exponentials, part.input, start, out, copy)
+            return
+        tokens = slice(start, start + part.num_tokens)
+        if copy is not None:
+            select_tokens(part.input, self.active[tokens], copy)
+        _hot_logit_grad_kernel[part.grid()](
+            *part.handles(), part.bias, part.target, hot.ids, hot.place,
+            self.max[tokens], self.log_sum[tokens], self.prob[tokens], self.target_factor[tokens], self.active[tokens],
+            self.factor, out, bias_partials, out.stride(0), *part.sizes(), part.scale, part.softcap or 1.0,
+            HAS_FACTOR=self.factor is not None, BIAS_GRAD=bias_partials is not None, **part.flags(),
+        )  # fmt: skip
 
     def _hot_logit_grads_from(
-        self, shared: SharedHot, kept: HotExponentials, out: Tensor, start: int, input: Tensor, copy: Tensor | None
+        self, shared: SharedHot, kept: HotExponentials, input: Tensor, start: int, out: Tensor, copy: Tensor | None
     ) -> None:
-        """The same from what the anchor kept, where it did, and the copy: no scaling then, and no bias."""
+        """The same from what the anchor kept: then there is no scaling for fp16, and no bias."""
         assert shared.target_logit is not None
-        stop = start + len(input)
-        own, tokens = slice(start - shared.first, stop - shared.first), slice(start, stop)
+        tokens = slice(start, start + len(input))
+        own = slice(start - shared.first, start - shared.first + len(input))
         block = min(next_power_of_2(shared.num_hot), HOT_BLOCK)
-        _hot_logit_grad_from_exps_kernel[(stop - start, cdiv(shared.num_hot, block))](
+        _hot_logit_grad_from_exps_kernel[(len(input), cdiv(shared.num_hot, block))](
             kept.values[own], kept.tops[own], shared.target_place[tokens], shared.target_logit[tokens],
             self.max[tokens], self.log_sum[tokens], self.prob[tokens], self.target_factor[tokens], self.active[tokens],
             out, input, copy, out.stride(0), shared.num_hot, input.shape[1], *input.stride(), self.problem.logit_scale,
