@@ -177,7 +177,9 @@ def compare_shared(
 
 
 def _shared_rank(case: SampledCase, cuts: list[int], rank: int) -> SampledCase:
+    """Tokens without gradient hold NaN."""
     problem, plan, size = case.problem, case.plan, len(cuts)
+    tokens = torch.where(case.logit_grad.active[:, None], problem.input, float("nan"))
     begin, end = cuts[rank], [*cuts, problem.num_rows][rank + 1]
     here = (problem.target >= begin) & (problem.target < end)
     hot = torch.where((plan.hot >= begin) & (plan.hot < end), plan.hot - begin, -1)
@@ -192,6 +194,7 @@ def _shared_rank(case: SampledCase, cuts: list[int], rank: int) -> SampledCase:
         case,
         problem=replace(
             problem,
+            input=tokens,
             weight=problem.weight[begin:end],
             target=torch.where(here, problem.target - begin, -1),
             smoothing_weight=None if problem.smoothing_weight is None else problem.smoothing_weight[begin:end],
