@@ -570,11 +570,13 @@ def linear_cross_entropy(
     Returns:
         The loss, fp32; with ``return_stats`` a pair ``(loss, LossStats)``.
 
-    Collectives: none for a single shard. Else 1 small in the forward pass (2 in groups beyond 8, 3 with statistics; 1
-    more if sampled or filtered) and 1 of ``[N, D]`` in the backward pass; sequence parallelism adds 1 of ``[N, D]`` to
-    each. The sampled backward sends its ``[N, D]`` in pieces where it is large: still the one, a part at a time. The
-    first call of a kind adds 1 small one, ``validate`` 2. See ``cce_tp.collectives`` for shapes. If a collective fails,
-    its error says what it was for.
+    Collectives: none for a single shard. Else 1 small in the forward pass (exact in groups beyond 8: 2, 3 with
+    statistics; sampled and filtered: 2, sampled with 1,024 tokens a rank: 3, the third of ``[1280, D]`` for 1,024
+    reference rows) and 1 of ``[N, D]`` in the backward pass; sequence parallelism adds 1 of ``[N, D]`` to each, and
+    to the sampled backward with 1,024 tokens a rank 1 of ``[1024, D]``, which rides with the large one otherwise. The
+    sampled backward sends its ``[N, D]`` in pieces where it is large: still the one, a part at a time. The first call
+    of a kind adds 1 small one, ``validate`` 2. See ``cce_tp.collectives`` for shapes. If a collective fails, its error
+    says what it was for.
 
     Ignored tokens: the LSE is still in the statistics; loss and gradient are 0, whatever ``input`` holds there.
 
