@@ -832,6 +832,7 @@ class _Backward:
                 bias_grad += bias_partials[: cdiv(stop - start, tile.rows)].sum(0)
             if weight_grad is not None and copy is not None:
                 product(weight_grad, g.T, copy, accumulate=start > hot.first, **ways)
+            del copy  # before there is another
             if self.input_grad is not None:
                 for low, high, row in self._rows_of(start, stop):
                     out, part_g = self.input_grad[row : row + high - low], g[low - start : high - start]

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from cce_tp.collectives import TensorParallelGroup, shares_hot_rows
+
 from .console import (
     DTYPES,
     GIB,
@@ -77,6 +79,17 @@ class Shape:
     def gradients(self) -> int:
         """Bytes of the gradients of E and C."""
         return (self.tokens + self.rows) * self.hidden * self.dtype.itemsize
+
+    @property
+    def shares_hot_rows(self) -> bool:
+        """Whether the ranks share out the sampled mode's hot rows by tokens."""
+        group = TensorParallelGroup(None, 0, self.tp)
+        return self.dtype != torch.float16 and shares_hot_rows(self.tokens, group)
+
+    @property
+    def hot_tokens(self) -> int:
+        """Tokens that a rank multiplies the hot rows with."""
+        return -(-self.tokens // self.tp) if self.shares_hot_rows else self.tokens
 
     @property
     def inputs(self) -> int:
@@ -170,31 +183,51 @@ def sampled(shape: Shape) -> int:
     per_token = select_entries._bytes_per_token(tiles, PARTIALS, words)
     select = per_token * select_entries._tokens_at_once(problem, tile, per_token, lists, tiles)
 
-    hot = min(mode.reference_rows, shape.rows)
+    hot = min(mode.reference_rows, shape.vocabulary if shape.shares_hot_rows else shape.rows)
     kept_of_hot = hot * shape.hidden * FP32 + shape.rows * FP32
     gathered = hot * shape.hidden * size
-    logit_grads = min(backward.HOT_BYTES, shape.tokens * hot * size)
+    logit_grads = min(backward.HOT_BYTES, shape.hot_tokens * hot * size)
     slots = shape.tokens * (budget + 1)
     number = transpose.slot_dtype(slots).itemsize
     lent = slots * number <= shape.rows * shape.hidden * size  # one of the lists lies in the gradient of C
-    transposed = slots * (FP32 + number) + shape.rows * number
-    transposed += transpose.way_bytes(shape.tokens, slots) - (slots * number if lent else 0)
+    ordered = slots * number + shape.rows * number
+    ordered += transpose.way_bytes(shape.tokens, slots) - (slots * number if lent else 0)
+    transposed = slots * FP32 + ordered
+    if shape.shares_hot_rows:
+        # Their part of grad C travels in front of grad E; the transposition begins beside their products.
+        held, sent = _shared(shape, hot), hot * shape.hidden * size
+        backward_pass = shape.gradients + lists + held + sent + max(ordered + logit_grads, transposed)
+        return max(_anchor(shape, hot), held + lists + select, backward_pass)
     hot_part = gathered + kept_of_hot + logit_grads
     backward_pass = shape.gradients + lists + max(hot_part, kept_of_hot + transposed)
     return max(_anchor(shape, hot), lists + select, backward_pass)
 
 
+def _looked_at(shape: Shape, hot: int) -> int:
+    from cce_tp.kernels import sampling
+
+    return hot + min(sampling.COLD_ROWS, shape.vocabulary if shape.shares_hot_rows else shape.rows)
+
+
+def _shared(shape: Shape, hot: int) -> int:
+    """What is left of the anchor for the backward pass where ranks share the hot rows: these, and exponentials."""
+    from cce_tp.kernels import anchor
+
+    size, tops = shape.dtype.itemsize, -(-hot // anchor.SUM_COLS)
+    return _looked_at(shape, hot) * shape.hidden * size + shape.hot_tokens * (hot * size + tops * FP32)
+
+
 def _anchor(shape: Shape, hot: int) -> int:
     """Before anything else: the hot and the cold rows, the tokens' products with them, and sums of these."""
-    from cce_tp.kernels import anchor, sampling
+    from cce_tp.kernels import anchor
     from cce_tp.kernels.tiles import look_tile
 
     tile = look_tile(shape.dtype, shape.tokens, shape.hidden, tma=True)
-    looked_at = hot + min(sampling.COLD_ROWS, shape.rows)
-    tokens = anchor.tokens_at_once(shape.tokens, looked_at, tile)
+    looked_at = _looked_at(shape, hot)
+    tokens = anchor.tokens_at_once(shape.hot_tokens, looked_at, tile)
     products = FP32 * (-(-tokens // tile.rows) * tile.rows) * (-(-looked_at // tile.cols) * tile.cols)
-    gathered = looked_at * shape.hidden * shape.dtype.itemsize
-    return gathered + products + ANCHOR_SUMS * FP64 * shape.tokens + FP32 * shape.vocabulary
+    kept = _shared(shape, hot) if shape.shares_hot_rows else looked_at * shape.hidden * shape.dtype.itemsize
+    return kept + products + ANCHOR_SUMS * FP64 * shape.tokens + FP32 * shape.vocabulary
 
 
 METHODS: dict[str, Callable[[Shape], int]] = {

@@ -55,6 +55,19 @@ def test_plan_of_exact_is_what_was_measured(shape: tuple[int, int, int], measure
     assert (plan.exact(layer) - layer.gradients) / 2**20 == pytest.approx(measured, rel=0.05)
 
 
+def test_plan_of_two_gpus_is_what_was_measured() -> None:
+    """Above the gradients; the sampled mode's hot rows are shared out there."""
+    results = Path(__file__).parent.parent / "launch" / "results" / "h200_tp2.json"
+    methods = {"exact": plan.exact, "sampled": plan.sampled}
+    for case in json.loads(results.read_text())["cases"]:
+        layer = plan.Shape(*case["shape"], tp=2, dtype=torch.bfloat16, eps=2.0**-8)
+        assert layer.shares_hot_rows
+        for row in case["rows"]:
+            if row["method"] in methods and not row["sequence_parallel"]:
+                planned = methods[row["method"]](layer) - layer.gradients
+                assert planned == pytest.approx(row["peak_bytes"], rel=0.03), row["method"]
+
+
 class Allocations(TorchDispatchMode):
     """Bytes of the live tensors, and their peak, as torch's allocator would count them; ``inputs`` are free."""
 
