@@ -564,6 +564,7 @@ def test_anchor_of_shared_rows() -> None:
     right = anchor.anchor_sums(problem, whole)
     parts = torch.zeros_like(right)
     weight = anchor.gather_rows(problem.weight, whole.ids)
+    summed = torch.zeros_like(weight)
     for start, stop, first, last in ((0, 40, 0, 0), (40, 40, 0, 5), (40, 130, 5, 11)):
         rows = anchor.anchor_rows(
             problem.target, active, sampling.RowIds(130, start, stop - start, stop - start + 2), 50
@@ -575,7 +576,9 @@ def test_anchor_of_shared_rows() -> None:
         local = (problem.target >= start) & (problem.target < stop)
         target = torch.where(local, problem.target - start, -1)
         mine = replace(problem, weight=problem.weight[start:stop], target=target)
+        summed += anchor.gather_rows(mine.weight, rows.rows)
         parts += anchor.anchor_sums(mine, rows, sampling.SharedRows(weight, first, last))
+    assert torch.equal(summed, weight)
     assert torch.allclose(parts, right, rtol=1e-5, atol=1e-12)
     assert torch.equal(whole.target_place(problem.target)[active], whole.place[problem.target[active]])
 
