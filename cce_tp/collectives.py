@@ -487,6 +487,8 @@ class InputGradReduction:
         """The sum: ``[N, D]``, or this rank's ``[N/T, D]``; None if ``start`` was never called."""
         for pending in self._pending:
             pending.wait()
+        if self._hot is not None:
+            self._hot[1].wait()
         if not self._sums:
             return None
         sums = self._sums

@@ -244,7 +244,10 @@ def _sampled_pass(inputs: _Inputs, gathering: Gathering | None) -> tuple[Partial
         shared = _share_rows(inputs, rows)
         gathering = call.gather(inputs.local_input)
     seed, shared_hot = _seed(call, target.device), _shared_hot(call, rows, shared, target)
+    largest = _takes_largest_logit(call.rule, target)
     anchor = _anchor(inputs, gathering, rows, shared)
+    if largest is not None:
+        anchor = sampling.lowered(anchor, largest)
     plan = _plan_sampling(call, rows, anchor, inputs.active, seed, shared_hot)
     begun: list[Combination] = []
     _, selection = call.implementation.select(
@@ -257,6 +260,13 @@ def _sampled_pass(inputs: _Inputs, gathering: Gathering | None) -> tuple[Partial
     if shared_hot is not None:
         plan = replace(plan, shared=replace(shared_hot, target_logit=whole.target_logit))
     return whole, plan, selection
+
+
+def _takes_largest_logit(rule: TokenRule, target: Tensor) -> Tensor | None:
+    """Which tokens' losses need the largest logit, bool ``[N]``: unknown labels count as that, if not as NaN."""
+    if rule.nan_unknown:
+        return None
+    return (target != rule.ignored) & ((target < 0) | (target >= rule.vocab_size))
 
 
 def _filtered_pass(inputs: _Inputs, gathering: Gathering) -> tuple[Partials, FilterPlan, LocalProblem, Peaks]:

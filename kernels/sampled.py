@@ -817,7 +817,7 @@ class _Backward:
         logit_grads = new((row_tiles * tile.rows, cdiv(num_hot, tile.cols) * tile.cols))
         sent = self._hot_rows_sent(num_hot)
         weight_grad = bias_grad = bias_partials = None
-        if self.request.weight is not None:  # no sum of roundings
+        if self.request.weight is not None or sent is not None:  # other ranks' rows may need what this one's do not
             weight_grad = sent if at_once and sent is not None else new(hot.weight.shape, dtype=torch.float32)
         if self.request.bias:
             bias_grad = new(num_hot, dtype=torch.float32).zero_()
@@ -838,7 +838,7 @@ class _Backward:
                     out, part_g = self.input_grad[row : row + high - low], g[low - start : high - start]
                     product(out, part_g, hot.weight, accumulate=False, **ways)
         if sent is not None and weight_grad is not sent:
-            if weight_grad is None or hot.first == hot.last:
+            if weight_grad is None or hot.first == hot.last:  # no tokens
                 sent.zero_()
             else:
                 sent.copy_(weight_grad)

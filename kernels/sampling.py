@@ -52,6 +52,8 @@ COLD_ROWS = 256
 of 2.5 nats, their part is known to 0.3 nats, and it is a small part wherever the softmax isn't flat."""
 LEEWAY = 3.0
 """By how much the others' part may exceed what the sample's exponentials say."""
+FAR_BELOW = 40.0
+"""Nats by which the anchor of a token is lowered whose largest logit has to be found: see ``lowered``."""
 _ANCHOR_TOKENS = 1024
 LARGEST_EXPONENT = 600.0
 
@@ -264,6 +266,16 @@ def gather_rows(matrix: Tensor, rows: Tensor) -> Tensor:
     if matrix.shape[0] == 0:
         return matrix.new_zeros(len(rows), matrix.shape[1])
     return torch.where((rows >= 0)[:, None], matrix[rows.clamp(min=0)], 0.0)
+
+
+def lowered(anchor: Tensor, tokens: Tensor) -> Tensor:
+    """The anchor of some tokens, bool ``[N]``, far below their LSE.
+
+    The forward pass of the sampled mode sums relative to the anchor and finds no maximum, unless a sum is too large for
+    that. So low, it is too large in the tile that holds the largest logit, which is no less than ``LSE - log V``, and
+    the partials' maximum is the token's. Its list is full then: still unbiased, with more noise.
+    """
+    return torch.where(tokens, anchor - FAR_BELOW, anchor)
 
 
 def _here(wanted: Tensor, ids: RowIds) -> Tensor:

@@ -30,6 +30,7 @@ from sampled_problem import (
     draw_targets,
     kept_entries,
     run_sampled,
+    shared_rank,
 )
 
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -37,6 +38,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from selection import some_of
 
+import cce_tp
 from cce_tp.kernels import (
     anchor,
     column_sums,
@@ -581,6 +583,49 @@ def test_anchor_of_shared_rows() -> None:
     assert torch.equal(summed, weight)
     assert torch.allclose(parts, right, rtol=1e-5, atol=1e-12)
     assert torch.equal(whole.target_place(problem.target)[active], whole.place[problem.target[active]])
+
+
+@pytest.mark.parametrize("tokens", [12, 40])
+def test_unknown_labels_count_as_the_largest_logit(tokens: int) -> None:
+    """Which the forward pass of this mode doesn't look for; other tokens' entries are the same either way."""
+    generator = torch.Generator().manual_seed(tokens)
+    rows = 3 * torch.randn(tokens, 16, generator=generator)
+    weight = torch.randn(90, 16, generator=generator)
+    target = torch.randint(90, (tokens,), generator=generator)
+    target[3], target[tokens - 1], target[5] = 90, -7, -100
+    losses, gradients = [], []
+    for backward, implementation in (
+        (cce_tp.Sampled(eps=2.0**-4, seed=3, reference_rows=8), "triton"),
+        ("exact", "torch"),
+    ):
+        leaf = rows.clone().requires_grad_()
+        loss = cce_tp.linear_cross_entropy(
+            leaf, weight, target,
+            reduction="none", unknown_labels="max", backward=backward, implementation=implementation,
+        )  # fmt: skip
+        loss.sum().backward()
+        losses.append(loss.detach())
+        gradients.append(leaf.grad)
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-5)
+    assert gradients[0] is not None
+    assert gradients[0].isfinite().all()
+    assert gradients[0][3].norm() > 0
+
+
+@pytest.mark.parametrize("own_rows", [0, 30])
+def test_hot_rows_for_a_rank_that_needs_them(own_rows: int) -> None:
+    """This rank's classifier is frozen; its tokens' part of the others' hot rows is handed on all the same."""
+    case = SampledCase.make(small(inactive=0.2), budget=10**6, hot=[1, 2, 40, 69])
+    part = shared_rank(case, [0, own_rows], 0)
+    chosen = select_entries.select(part.problem, part.plan, stats=False)[1]
+    handed: dict[bool, list[torch.Tensor]] = {}
+    for frozen in (False, True):
+        handed[frozen] = []
+        buffer = None if frozen else WeightGradBuffer(torch.empty_like(part.problem.weight), False)
+        request = GradientRequest(torch.float32, buffer, False, (), None, lambda: handed[False][0])
+        sampled.sampled_gradients(part.problem, part.plan, chosen, case.logit_grad, request, handed[frozen].append)
+    assert handed[True][0][:4].norm() > 0
+    assert torch.equal(handed[True][0], handed[False][0])
 
 
 def test_memory_that_grad_c_lends() -> None:

@@ -143,7 +143,7 @@ def compare_shared(
     case = SampledCase.make(spec, device, budget=10**6, hot=[1, 2, *range(30, 69)] if keep else [1, 2, 40, 69])
     one = run_sampled(select_entries.select, sampled.sampled_gradients, case).gradients
     size = len(cuts)
-    parts = [_shared_rank(case, cuts, rank) for rank in range(size)]
+    parts = [shared_rank(case, cuts, rank) for rank in range(size)]
     if keep:
         parts = [_with_exponentials(case, part) for part in parts]
     chosen = [select_entries.select(part.problem, part.plan, stats=False)[1] for part in parts]
@@ -176,7 +176,7 @@ def compare_shared(
     assert relative_error(torch.cat([buffer for _, buffer in results]), one.weight) < tolerance
 
 
-def _shared_rank(case: SampledCase, cuts: list[int], rank: int) -> SampledCase:
+def shared_rank(case: SampledCase, cuts: list[int], rank: int) -> SampledCase:
     """Tokens without gradient hold NaN."""
     problem, plan, size = case.problem, case.plan, len(cuts)
     tokens = torch.where(case.logit_grad.active[:, None], problem.input, float("nan"))
@@ -244,7 +244,7 @@ def compare_confident(dtype: torch.dtype, tolerance: float, device: str = "cpu")
     plan = replace(case.plan, hot=torch.tensor(hot, device=device), hot_place=places(hot, 90, device))
     plan = replace(plan, active=grad.active, anchor=lse.float())
     case = SampledCase(problem, plan, grad)
-    part = _with_exponentials(case, _shared_rank(case, [0], 0))
+    part = _with_exponentials(case, shared_rank(case, [0], 0))
     chosen = select_entries.select(part.problem, part.plan, stats=False)[1]
     handed: list[Tensor] = []
     request = GradientRequest(torch.float32, None, False, (), None, None)
