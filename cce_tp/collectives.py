@@ -433,8 +433,8 @@ class InputGradReduction:
         ahead: int = 0,
     ) -> None:
         self._group = group
-        self._ahead = ahead
         self._scatter = sequence_parallel and not group.is_single
+        self._ahead = 0 if self._scatter else ahead
         self._dtype = dtype
         self._tokens = sum(piece.size for piece in pieces)
         self._pending: list[Pending] = []
@@ -494,7 +494,7 @@ class InputGradReduction:
         sums = self._sums
         if self._scatter and self._scattered is None:
             sums = [self._own_rows(total) for total in sums]
-        return _joined(sums)[0 if self.hot_apart else self._ahead :].to(self._dtype)
+        return _joined(sums)[self._ahead :].to(self._dtype)
 
     def _own_rows(self, total: Tensor) -> Tensor:
         length = total.shape[0] // self._group.size

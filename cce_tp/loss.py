@@ -39,7 +39,7 @@ from .kernels.interface import (
     TokenPiece,
     WeightGradBuffer,
 )
-from .kernels.tokens import TokenRule, negative_log_likelihood, read_labels
+from .kernels.tokens import TokenRule, is_known, negative_log_likelihood, read_labels
 from .options import Backward, Filtered, LossOptions, Sampled
 from .sampler import fixed_seed, sampler
 from .shard import VocabShard
@@ -61,7 +61,6 @@ class _Call:
     main_grad: Tensor | None
     samples: bool
     filters: bool
-    has_bias: bool
 
     @property
     def softmax_rows(self) -> int:
@@ -168,7 +167,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         with without_autocast(local_input.device.type):
             options = call.options
             # Whatever needs no other rank's tokens goes on while they travel. Hot rows that are shared travel first.
-            shares = ctx.needs_input_grad[0] and _shares_rows(call, weight, len(target))
+            shares = ctx.needs_input_grad[0] and _shares_rows(call, weight, bias, len(target))
             gathering = None if shares else call.gather(local_input)
             local, active = call.implementation.local_labels(call.rule, target)
             smoothing_weight = call.smoothing_weight(class_weight, weight.device)
@@ -244,7 +243,8 @@ def _sampled_pass(inputs: _Inputs, gathering: Gathering | None) -> tuple[Partial
         shared = _share_rows(inputs, rows)
         gathering = call.gather(inputs.local_input)
     seed, shared_hot = _seed(call, target.device), _shared_hot(call, rows, shared, target)
-    largest = _takes_largest_logit(call.rule, target)
+    # Unknown labels count as the largest logit, if not as NaN; the other tokens' losses need no maximum.
+    largest = None if call.rule.nan_unknown else inputs.active & ~is_known(call.rule, target)
     anchor = _anchor(inputs, gathering, rows, shared)
     if largest is not None:
         anchor = sampling.lowered(anchor, largest)
@@ -260,13 +260,6 @@ def _sampled_pass(inputs: _Inputs, gathering: Gathering | None) -> tuple[Partial
     if shared_hot is not None:
         plan = replace(plan, shared=replace(shared_hot, target_logit=whole.target_logit))
     return whole, plan, selection
-
-
-def _takes_largest_logit(rule: TokenRule, target: Tensor) -> Tensor | None:
-    """Which tokens' losses need the largest logit, bool ``[N]``: unknown labels count as that, if not as NaN."""
-    if rule.nan_unknown:
-        return None
-    return (target != rule.ignored) & ((target < 0) | (target >= rule.vocab_size))
 
 
 def _filtered_pass(inputs: _Inputs, gathering: Gathering) -> tuple[Partials, FilterPlan, LocalProblem, Peaks]:
@@ -318,9 +311,9 @@ def _anchor_rows(inputs: _Inputs) -> sampling.AnchorRows:
     return call.implementation.anchor_rows(inputs.target, inputs.active, ids, number)
 
 
-def _shares_rows(call: _Call, weight: Tensor, num_tokens: int) -> bool:
+def _shares_rows(call: _Call, weight: Tensor, bias: Tensor | None, num_tokens: int) -> bool:
     """Whether the ranks share out by tokens what is done with the hot rows."""
-    plain = call.samples and not call.has_bias and call.options.workspace is None and weight.dtype != torch.float16
+    plain = call.samples and bias is None and call.options.workspace is None and weight.dtype != torch.float16
     return plain and collectives.shares_hot_rows(num_tokens, call.group)
 
 
@@ -640,7 +633,6 @@ def linear_cross_entropy(
         arguments.main_grad,
         samples,
         filters,
-        arguments.bias is not None,
     )
     tokens, targets = arguments.flattened()
     per_token, lse, *details = _LinearCrossEntropy.apply(

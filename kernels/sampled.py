@@ -812,7 +812,7 @@ class _Backward:
             allow_tma=self.allow_tma,
         )
         tile, chunk = operands.tile, self._hot_tokens(operands)
-        at_once = hot.first < hot.last <= hot.first + chunk
+        at_once = hot.last - hot.first <= chunk
         row_tiles = cdiv(chunk, tile.rows)
         logit_grads = new((row_tiles * tile.rows, cdiv(num_hot, tile.cols) * tile.cols))
         sent = self._hot_rows_sent(num_hot)
@@ -837,10 +837,10 @@ class _Backward:
                 for low, high, row in self._rows_of(start, stop):
                     out, part_g = self.input_grad[row : row + high - low], g[low - start : high - start]
                     product(out, part_g, hot.weight, accumulate=False, **ways)
-        if sent is not None and weight_grad is not sent:
-            if weight_grad is None or hot.first == hot.last:  # no tokens
+        if sent is not None:
+            if hot.first == hot.last:
                 sent.zero_()
-            else:
+            elif weight_grad is not None and weight_grad is not sent:
                 sent.copy_(weight_grad)
             weight_grad = sent
         if sent is not None and self.request.hot_start is not None:

@@ -74,10 +74,15 @@ class Losses:
     log_sum: Tensor
 
 
+def is_known(rule: TokenRule, target: Tensor) -> Tensor:
+    """Which labels are vocabulary ids, bool ``[N]``."""
+    return (target >= 0) & (target < rule.vocab_size)
+
+
 def read_labels(rule: TokenRule, target: Tensor, class_weight: Tensor | None) -> Labels:
     """``target`` are vocabulary ids, int64; ``class_weight`` is ``[V]``."""
     active = target != rule.ignored
-    known = (target >= 0) & (target < rule.vocab_size)
+    known = is_known(rule, target)
     mine = active & (target >= rule.start) & (target < rule.stop)
     if class_weight is None:
         weight = active.float()
